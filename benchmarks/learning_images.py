@@ -4,7 +4,9 @@ The reward is the share of the right letter in its text (gym_servers/letters); o
 policy that ignores the image gets 0.25. `ng_train letters.yaml` with vLLM and the services live; held-out images have
 shades that no training image has. The vision encoder keeps its random weights.
 
-    python benchmarks/learning_images.py [--seeds 0 1 2] [--steps 120]
+With --turns, a task is an episode with an image for each turn, which an environment shows in its observations.
+
+    python benchmarks/learning_images.py [--seeds 0 1 2] [--steps 120] [--turns 3]
 """
 
 from __future__ import annotations
@@ -33,6 +35,40 @@ TEMPLATE = (
 )
 COLORS = {"a": (220, 30, 30), "b": (30, 200, 30), "c": (40, 40, 220), "d": (220, 210, 40)}
 SHADES = 31  # of each color channel: even ones for training, odd ones are held out
+EPISODES = """
+import io
+
+from PIL.Image import new
+
+from ngym import Image, Session, VerifyRequest
+from ngym.services.gym.step_server import Step, step_server
+
+
+class Task(VerifyRequest):
+    letters: str
+    shades: list[tuple[int, int, int]]
+
+
+def picture(task: Task, turn: int) -> Image:
+    return Image(new("RGB", (SIDE, SIDE), task.shades[turn]))
+
+
+async def reset(task: Task, session: Session) -> list[str | Image]:
+    session["turn"] = 0
+    return [picture(task, 0), "which letter?"]
+
+
+async def step(task: Task, session: Session) -> Step:
+    turn = session["turn"]
+    session["turn"] = turn + 1
+    share = task.text.count(task.letters[turn]) / max(1, len(task.text)) / len(task.letters)
+    if turn + 1 == len(task.letters):
+        return Step("", share, terminated=True)
+    return Step([picture(task, turn + 1), "which letter?"], share)
+
+
+app = step_server(task=Task, reset=reset, step=step, reward_range=(0, 1))
+"""
 SIDE, TRAIN, HELD_OUT, ATTEMPTS = 56, 400, 96, 2
 
 
@@ -40,45 +76,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--turns", type=int, default=0, help="images of an episode; 0: one, in the task")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning_images"))
     options = parser.parse_args()
     print("| seed | sampled: before | after | greedy: before | after | seconds |\n|---|---|---|---|---|---|")
     for seed in options.seeds:
         folder = options.folder.resolve() / str(seed)
         folder.mkdir(parents=True, exist_ok=True)
-        write_tasks(folder, random.Random(seed))
+        write_tasks(folder, random.Random(seed), options.turns)
         write_policy(folder / "policy", seed)
         began = time.monotonic()
         train(folder, seed, options.steps)
         print(result(folder / "run" / "metrics.jsonl", seed, time.monotonic() - began), flush=True)
 
 
-def write_tasks(folder: Path, rng: random.Random) -> None:
+def write_tasks(folder: Path, rng: random.Random, turns: int) -> None:
     """train.jsonl, held_out.jsonl and services.yaml."""
     names = sorted(COLORS)
-    tasks = {
-        "train": [task(rng, names[index % 4], 0) for index in range(TRAIN)],
-        "held_out": [task(rng, names[index % 4], 1) for index in range(HELD_OUT)],
-    }
-    write_rows(folder, tasks)
+
+    def tasks(count: int, odd: int) -> list[Json]:
+        """odd: 1 for the held-out shades."""
+        if turns:
+            return [episode(rng, rng.choices(names, k=turns), odd) for _ in range(count)]
+        return [task(rng, names[index % 4], odd) for index in range(count)]
+
+    write_rows(folder, {"train": tasks(TRAIN, 0), "held_out": tasks(HELD_OUT, 1)})
+    (folder / "episodes.py").write_text(EPISODES.replace("SIDE", str(SIDE)))
+    gym, agent = ("episodes.py", "agents/gymnasium") if turns else ("gym_servers/letters", "agents/simple")
     services = {
         "policy": {"kind": "model", "app": "models/vllm", "model": str(folder / "policy")},
-        "letters": {"kind": "gym_server", "app": "gym_servers/letters"},
-        "letters_agent": {"kind": "agent", "app": "agents/simple", "gym": "letters", "model": "policy"},
+        "letters": {"kind": "gym_server", "app": gym},
+        "letters_agent": {"kind": "agent", "app": agent, "gym": "letters", "model": "policy"},
     }
     (folder / "services.yaml").write_text(yaml.safe_dump(services))
 
 
 def task(rng: random.Random, letter: str, odd: int) -> Json:
-    """A question about an image of one color. odd: 1 for the held-out shades."""
+    """A question about an image of one color."""
     from PIL import Image
 
-    shade = tuple(channel + 2 * (rng.randrange(SHADES) // 2) + odd - SHADES // 2 for channel in COLORS[letter])
     file = io.BytesIO()
-    Image.new("RGB", (SIDE, SIDE), tuple(max(0, min(255, channel)) for channel in shade)).save(file, "PNG")
+    Image.new("RGB", (SIDE, SIDE), shade(rng, letter, odd)).save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "which letter?"}]
     return {"responses_create_params": {"input": [{"role": "user", "content": parts}]}, "letter": letter}
+
+
+def episode(rng: random.Random, letters: list[str], odd: int) -> Json:
+    shades = [shade(rng, letter, odd) for letter in letters]
+    return {"responses_create_params": {"input": []}, "letters": "".join(letters), "shades": shades}
+
+
+def shade(rng: random.Random, letter: str, odd: int) -> tuple[int, ...]:
+    shades = (channel + 2 * (rng.randrange(SHADES) // 2) + odd - SHADES // 2 for channel in COLORS[letter])
+    return tuple(max(0, min(255, channel)) for channel in shades)
 
 
 def write_policy(folder: Path, seed: int) -> None:
@@ -98,7 +149,7 @@ def write_policy(folder: Path, seed: int) -> None:
     transformers.set_seed(seed)
     ids: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": len(SPECIAL) - 1}
     text = {"model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, **ids}
-    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": SIDE, "patch_size": 14, "initializer_range": 0.2}
     fields = {"image_token_id": SPECIAL.index("<image>"), "scale_factor": 2, "tie_word_embeddings": False}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ngym.peers import Peers as Peers
     from ngym.services import AgentOptions as AgentOptions
     from ngym.services import GymServerName as GymServerName
+    from ngym.services import Image as Image
     from ngym.services import ModelName as ModelName
     from ngym.services import RolloutContext as RolloutContext
     from ngym.services import ServiceContext as ServiceContext
@@ -49,7 +50,7 @@ _HOME = {
     "Peers": "ngym.peers",
     **dict.fromkeys(("ModelCall", "model_server"), "ngym.services.models.server"),
     **dict.fromkeys(
-        ("AgentOptions", "GymServerName", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
+        ("AgentOptions", "GymServerName", "Image", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
          "Session", "VerifyGroup", "VerifyRequest", "agent", "gym_server"), "ngym.services",
     ),
     **dict.fromkeys(("collect_rollouts", "collect_rollouts_async"), "ngym.notebook.collecting"),

@@ -19,6 +19,8 @@ result, and leaves a rollout without a reward (None) out of its group's mean and
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -37,11 +39,12 @@ from ngym.files.jsonl import check_lines
 from ngym.net.auth import RUN_TOKEN, token_from
 from ngym.net.json_limits import serialize
 from ngym.peers import Peer, Peers, PeerSession, ToolErrors
-from ngym.schema import Json
+from ngym.schema import PARTS, TOOL_OUTPUT_HEADER, Json
 from ngym.services.agents.rollout_context import MAX_TOOL_ERROR_CHARS
 from ngym.supervise.head_file import find_running
 
 WRONG_ROW = frozenset({400, 404, 422})
+IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 EPISODE_OVER = "The episode is over."
 FAILED_BATCHES = 3  # in a row, each of one rollout, end the training
 MOVE: Json = {
@@ -67,7 +70,7 @@ class Episode:
         self._over = False  # of a step-wise environment
         self._failure: ServiceError | None = None  # of the environment; the rollout then has no reward
 
-    def reset(self, row: str | None = None, **columns: Any) -> str | None:
+    def reset(self, row: str | None = None, **columns: Any) -> str | list[Json] | None:
         """Begin the task of a row of the dataset; returns what the model sees of it after the prompt."""
         if row is None:
             raise UsageError("the dataset has no column 'row'; make it with Dataset.from_list(gym.tasks(FILE))")
@@ -80,9 +83,9 @@ class Episode:
                 raise  # the model has not acted yet, so the row is wrong
             self._failure = error
             return None
-        return answer["observation"] if self._gym.has_steps else None
+        return _shown(answer["observation"]) if self._gym.has_steps else None
 
-    def _call_tool(self, tool: str, arguments: Json) -> str:
+    def _call_tool(self, tool: str, arguments: Json) -> str | list[Json]:
         """A tool's answer, as the model sees it."""
         if self._failure is not None:
             raise self._failure
@@ -90,7 +93,9 @@ class Episode:
             if self._gym.has_steps:
                 return self._step(arguments)
             raw = json.dumps(arguments).encode()  # what is not strict JSON is for the server to refuse
-            return self._request(f"/{tool}", raw).decode("utf-8", "replace")
+            reply = self._request(f"/{tool}", raw)
+            has_parts = reply.headers.get(TOOL_OUTPUT_HEADER) == PARTS
+            return _shown(reply.json()) if has_parts else reply.body.decode("utf-8", "replace")
         except RecursionError:
             return "Error: the arguments are nested too deeply"
         except ServiceError as error:
@@ -99,14 +104,17 @@ class Episode:
             self._failure = error
             raise
 
-    def _step(self, arguments: Json) -> str:
+    def _step(self, arguments: Json) -> str | list[Json]:
         if self._over:
             return EPISODE_OVER
         text = str(arguments.get("text", "")).encode("utf-8", "replace").decode()  # JSON has no lone surrogates
         move = items_from_messages([{"role": "assistant", "content": text}])
         step_result = self._post("/step", {**self._row, "response": {"output": move}})
         self._over = step_result["terminated"] or step_result["truncated"]
-        return f"{step_result['observation']}\n{EPISODE_OVER}" if self._over else str(step_result["observation"])
+        observation = _shown(step_result["observation"])
+        if isinstance(observation, list):
+            return [*observation, {"type": "text", "text": EPISODE_OVER}] if self._over else observation
+        return f"{observation}\n{EPISODE_OVER}" if self._over else observation
 
     async def _verify(self, completion: list[Json] | str) -> float | None:
         """The reward; None if the completion could not be scored."""
@@ -123,12 +131,12 @@ class Episode:
         return None
 
     def _post(self, path: str, body: Json) -> Any:
-        return json.loads(self._request(path, body))
+        return self._request(path, body).json()
 
-    def _request(self, path: str, body: Json | bytes) -> bytes:
+    def _request(self, path: str, body: Json | bytes) -> Reply:
         assert self._session is not None
         reply: Reply = self._gym.call(self._session.request, path, body)
-        return reply.body
+        return reply
 
 
 class TrlGym:
@@ -272,11 +280,25 @@ async def _verify_all(
     return list(await asyncio.gather(*map(verified, episodes, completions)))
 
 
-def _method(tool: Json) -> Callable[..., str]:
+def _shown(content: str | list[Json]) -> str | list[Json]:
+    """The content of an observation or a tool's result with TRL's blocks as parts: its images are Pillow's."""
+    return content if isinstance(content, str) else [_block(part) for part in content]
+
+
+def _block(part: Json) -> Json:
+    if part["type"] != "input_image":
+        return {"type": "text", "text": part["text"]}
+    from PIL import Image
+
+    file = io.BytesIO(base64.b64decode(part["image_url"].partition(";base64,")[2]))
+    return {"type": "image", "image": Image.open(file, formats=IMAGE_FORMATS).convert("RGB")}
+
+
+def _method(tool: Json) -> Callable[..., str | list[Json]]:
     """A tool as a method. It accepts any arguments: the gym server reports invalid ones to the model."""
     name, parameters = tool["name"], parameters_of(tool)
 
-    def call(self: Episode, **arguments: Any) -> str:
+    def call(self: Episode, **arguments: Any) -> str | list[Json]:
         return self._call_tool(name, arguments)
 
     call.__name__ = call.__qualname__ = name
@@ -313,13 +335,21 @@ def _items(completion: list[Json] | str) -> list[Json]:
         if message["role"] == "tool":
             if not open_ids:
                 raise ValueError(f"message {number} is a tool's result without a call")
-            messages.append({**message, "tool_call_id": open_ids.pop(0)})
+            content = _without_images(message["content"])
+            messages.append({**message, "content": content, "tool_call_id": open_ids.pop(0)})
             continue
         calls = [_with_id(call, f"call_{number}_{index}") for index, call in enumerate(message.get("tool_calls") or ())]
         open_ids = [call["id"] for call in calls]
         reasoning = message.get("reasoning_content") or message.get("thinking")
         messages.append({**message, "tool_calls": calls, "reasoning_content": reasoning})
     return items_from_messages(messages, style="tags")
+
+
+def _without_images(content: str | list[Json]) -> str | list[Json]:
+    """A tool's result for /verify, which has the session: an image is only named."""
+    if isinstance(content, str):
+        return content
+    return [part if part["type"] == "text" else {"type": "text", "text": "[image]"} for part in content]
 
 
 def _with_id(call: Json, call_id: str) -> Json:

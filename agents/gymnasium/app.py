@@ -12,7 +12,7 @@ from ngym import AgentOptions, RolloutContext, ServiceError, agent
 from ngym.errors import Boundary
 from ngym.net.json_limits import by_size, serialize
 from ngym.rollout import without_tokens
-from ngym.services.agents.rollout_context import act, user
+from ngym.services.agents.rollout_context import act, is_content, user
 
 
 class Options(AgentOptions):
@@ -38,7 +38,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
     total = 0.0
     while True:
         if (observation := state.get("observation")) not in (None, ""):
-            output.append(user(observation if isinstance(observation, str) else orjson.dumps(observation).decode()))
+            is_shown = isinstance(observation, str) or is_content(observation)
+            output.append(user(observation if is_shown else orjson.dumps(observation).decode()))
         begin = len(output)
         acted = await act(request, rollout, output, max_steps=options.max_steps, execute_tools=not by_steps)
         stopped = acted.stop_reason

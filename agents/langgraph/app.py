@@ -17,7 +17,7 @@ from openai import DefaultAsyncHttpxClient, DefaultHttpxClient
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
-from ngym.convert import chat_request, check_create_params
+from ngym.convert import chat_content, chat_request, check_create_params
 from ngym.schema import StopReason
 
 
@@ -82,7 +82,8 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         tool_call = request.tool_call
         item = {"call_id": tool_call["id"], "name": tool_call["name"], "arguments": tool_call["args"]["arguments"]}
         result = await rollout.call_tool(item)
-        return ToolMessage(str(result["output"]), name=tool_call["name"], tool_call_id=tool_call["id"])
+        content: Any = chat_content(result["output"], tool_call["name"])
+        return ToolMessage(content, name=tool_call["name"], tool_call_id=tool_call["id"])
 
     def next_node(state: MessagesState) -> str:
         """The tools, unless the turn calls none, was cut off, or is the last one."""

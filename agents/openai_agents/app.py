@@ -106,9 +106,10 @@ def _reserved(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tool(tool: dict[str, Any], rollout: RolloutContext) -> FunctionTool:
-    async def call(context: ToolContext[Any], arguments: str) -> str:
+    async def call(context: ToolContext[Any], arguments: str) -> str | list[dict[str, Any]]:
         item = {"call_id": context.tool_call_id, "name": tool["name"], "arguments": arguments}
-        return str((await rollout.call_tool(item))["output"])
+        output = (await rollout.call_tool(item))["output"]
+        return output if isinstance(output, str) else [_sdk_part(part) for part in output]
 
     return FunctionTool(
         name=tool["name"],
@@ -117,6 +118,11 @@ def _tool(tool: dict[str, Any], rollout: RolloutContext) -> FunctionTool:
         on_invoke_tool=call,
         strict_json_schema=False,
     )
+
+
+def _sdk_part(part: dict[str, Any]) -> dict[str, Any]:
+    """A text or an image of a tool's output as the SDK names it."""
+    return {**part, "type": part["type"].removeprefix("input_")}
 
 
 app = agent(respond=respond, options=Options, lifespan=one_client)

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from pydantic import Field
 
 from ngym import AgentOptions, RolloutContext, ServiceContext, agent
-from ngym.convert import chat_request, check_create_params
+from ngym.convert import chat_content, chat_request, check_create_params
 
 
 class Options(AgentOptions):
@@ -44,7 +44,9 @@ async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str,
         for call in message.tool_calls:
             function_call = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}
             result = await rollout.call_tool(function_call)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result["output"]})
+            messages.append(
+                {"role": "tool", "tool_call_id": call.id, "content": chat_content(result["output"], call.id)}
+            )
     return rollout.answer(message.content or "", "max_steps")
 
 

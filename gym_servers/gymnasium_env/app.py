@@ -1,4 +1,4 @@
-"""gymnasium_env: any gymnasium environment whose spaces can be written as text, played turn by turn."""
+"""gymnasium_env: any gymnasium environment whose actions can be written as text, played turn by turn."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pydantic import Field
 from ngym import ServiceError, ServiceOptions, Session, VerifyRequest
 from ngym.did_you_mean import did_you_mean
 from ngym.grading.answers import move
+from ngym.services.gym.results import Image, Observation
 from ngym.services.gym.step_server import Step, step_server, turns_of
 
 MAX_CHARS = 10_000
@@ -134,10 +135,24 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list) else float(f"{value:.6g}")
 
 
+def is_picture(space: spaces.Space[Any]) -> bool:
+    """Whether the observations are images: [height, width, 3], 0 to 255."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3 and space.shape[2] == 3
+
+
+def draw(pixels: Any) -> Image:
+    from PIL.Image import fromarray
+
+    return Image(fromarray(np.asarray(pixels)))
+
+
 class Options(ServiceOptions):
     allowed: list[str] | None = Field(default=None, description="Ids; default: those that gymnasium itself registers.")
     max_turns: int = Field(
         default=200, ge=1, description="Actions in an episode, unless the environment's own limit is lower."
+    )
+    images: bool = Field(
+        default=False, description="Show each observation as an image, too. Only for models that read images."
     )
 
 
@@ -152,18 +167,30 @@ class Episode:
 
     def __init__(self, task: Task, options: Options) -> None:
         self.env = create_environment(task, options)
+        self.images = options.images
         self.env.action_space.seed(task.seed)  # for random play
         self.remaining_turns = options.max_turns
         self.refused = 0
         self.total = 0.0
         self.is_over = False
         observation, _ = self.env.reset(seed=task.seed)
-        self.observation_text = self.describe(observation)
+        self.look(observation)
 
-    def describe(self, observation: Any) -> str:
-        text = f"Observation: {format_observation(self.env.observation_space, observation)}"
-        rendered = self.env.render() if self.env.render_mode == "ansi" else None
-        return f"{text}\n\n{rendered.strip()}" if rendered else text
+    def look(self, observation: Any) -> None:
+        """Store the observation as text and image."""
+        space, self.image = self.env.observation_space, None
+        if self.images:
+            self.image = draw(observation if is_picture(space) else self.env.render())
+            if is_picture(space):
+                self.observation_text = "Observation: an image."
+                return
+        self.observation_text = f"Observation: {format_observation(space, observation)}"
+        if self.env.render_mode == "ansi" and (rendered := self.env.render()):
+            self.observation_text += f"\n\n{rendered.strip()}"
+
+    def shown(self, text: str) -> Observation:
+        """A text that has the observation's, with its image."""
+        return text if self.image is None else [text, self.image]
 
     def play(self, action: Any, comment: str = "") -> Step:
         observation, reward, terminated, truncated, _ = self.env.step(action)
@@ -171,11 +198,11 @@ class Episode:
         self.total += float(reward)
         truncated = bool(truncated or self.remaining_turns == 0)
         self.is_over = bool(terminated or truncated)
-        self.observation_text = self.describe(observation)
+        self.look(observation)
         text = f"{comment}Reward: {float(reward):g}\n{self.observation_text}" + (
             "\nThe episode is over." if self.is_over else ""
         )
-        return Step(text, reward=float(reward), terminated=bool(terminated), truncated=truncated)
+        return Step(self.shown(text), reward=float(reward), terminated=bool(terminated), truncated=truncated)
 
     def say(self, text: str) -> Step:
         """Play the model's turn."""
@@ -184,9 +211,8 @@ class Episode:
         except NoAction as error:
             self.refused += 1
             if self.refused <= REFUSALS:
-                return Step(
-                    f"No action: {error}. Nothing has changed ({self.refused} of {REFUSALS}).\n\n{self.observation_text}"
-                )
+                unchanged = f"No action: {error}. Nothing has changed ({self.refused} of {REFUSALS})."
+                return Step(self.shown(f"{unchanged}\n\n{self.observation_text}"))
             return self.play(self.env.action_space.sample(), f"No action: {error}. A random one was played.\n")
         return self.play(action)
 
@@ -205,10 +231,10 @@ def create_environment(task: Task, options: Options) -> Any:
         raise ServiceError(f"env_id: {task.env_id!r} is not allowed here{did_you_mean(task.env_id, known)}", status=422)
     try:
         if task.env_id in imported:
-            env = make(task)
+            env = make(task, options)
         else:
             with FIRST:  # gymnasium's modules import one another, which fails in parallel threads
-                env = make(task)
+                env = make(task, options)
                 imported.add(task.env_id)
         describe_space(env.action_space)
     except Exception as error:  # the row's kwargs, packages that are not installed, spaces without a text
@@ -217,10 +243,16 @@ def create_environment(task: Task, options: Options) -> Any:
     return env
 
 
-def make(task: Task) -> Any:
+def make(task: Task, options: Options) -> Any:
     spec = gymnasium.spec(task.env_id)
-    drawing = {"render_mode": "ansi"} if "ansi" in modes(spec) else {}
-    return gymnasium.make(task.env_id, **task.kwargs, **drawing)
+    mode = "rgb_array" if options.images else "ansi"
+    drawing = {"render_mode": mode} if mode in modes(spec) else {}
+    env = gymnasium.make(task.env_id, **task.kwargs, **drawing)
+    if options.images and not drawing and not is_picture(env.observation_space):
+        raise NotImplementedError(
+            "it has no images (images: true): neither render mode rgb_array nor such observations"
+        )
+    return env
 
 
 def modes(spec: Any) -> list[str]:
@@ -233,10 +265,12 @@ def begin_episode(task: Task) -> Episode:
     return Episode(task, app.state.context.options)
 
 
-async def reset(task: Task, session: Session) -> str:
-    episode = session["episode"] = await asyncio.to_thread(begin_episode, task)
+async def reset(task: Task, session: Session) -> Observation:
+    episode: Episode = await asyncio.to_thread(begin_episode, task)
+    session["episode"] = episode
     env = episode.env
-    return f"You act in {task.env_id} of gymnasium. An action is {describe_space(env.action_space)}. {HOW}\n\n{episode.observation_text}"
+    rules = f"You act in {task.env_id} of gymnasium. An action is {describe_space(env.action_space)}. {HOW}"
+    return episode.shown(f"{rules}\n\n{episode.observation_text}")
 
 
 async def step(task: Task, session: Session) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
@@ -36,6 +37,7 @@ from ngym.grading.answers import number, same_number, short
 from ngym.grading.text_match import exact
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED
+from ngym.services.gym.results import Image, has_image, tool_response
 from ngym.services.gym.server import ReferenceText
 from ngym.services.gym.tools import Tool, describe_tool, exact_arguments, inspect_function, register_tool
 
@@ -70,6 +72,9 @@ class Options(ServiceOptions):
     )
     timeout_s: float = Field(default=60, gt=0, description="For one call.")
     idle_s: float = Field(default=900, gt=0, description="A rollout's server without a call for this long is stopped.")
+    show_images: bool = Field(
+        default=False, description="The model sees the images in results. Only for models that read images."
+    )
     verify: str | None = Field(default=None, description="A Python file with your own `verify`.")
 
     @field_validator("server")
@@ -391,6 +396,8 @@ def _caller(server: Connections, tool: str) -> Any:
         text = text_of(result)
         if result.is_error:
             raise ToolError(text or f"{tool} failed")
+        if server.options.show_images and has_image(parts := [_shown(part) for part in result.content]):
+            return tool_response(parts, tool, "")
         return Response(as_json(text), media_type="application/json")
 
     return call
@@ -414,6 +421,14 @@ def text_of(result: types.CallToolResult) -> str:
     if len(text) > MAX_RESULT_CHARS:
         text = f"{text[:MAX_RESULT_CHARS]}\n[{len(text) - MAX_RESULT_CHARS} more characters are not shown]"
     return text
+
+
+def _shown(part: types.ContentBlock) -> str | Image:
+    """An image of a format that models read; the text of another part."""
+    if isinstance(part, types.ImageContent):
+        with contextlib.suppress(ValueError):
+            return Image(base64.b64decode(part.data))
+    return _utf8(_part_text(part)[:MAX_RESULT_CHARS]).decode()
 
 
 def _part_text(part: types.ContentBlock) -> str:

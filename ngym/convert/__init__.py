@@ -37,6 +37,7 @@ from ngym.convert.anthropic_serving import (
 )
 from ngym.convert.anthropic_upstream import MessageChunks, chat_from_message, messages_api_request
 from ngym.convert.chat_items import (
+    chat_content,
     content_text,
     items_from_messages,
     last_user_text,
@@ -67,7 +68,7 @@ from ngym.convert.streams import SSE_DONE, ChunkStream, ResponseStream, chat_chu
 
 __all__ = [
     "SSE_DONE", "ChunkStream", "MaxTokensField", "MessageChunks", "MessagesStream", "ReasoningStyle",
-    "ResponseStream", "chat_chunks", "chat_from_message", "chat_from_messages_api", "chat_from_response",
+    "ResponseStream", "chat_chunks", "chat_content", "chat_from_message", "chat_from_messages_api", "chat_from_response",
     "chat_request", "check_chat_request", "check_create_params", "check_messages_request", "content_text",
     "create_params", "create_params_from_messages_api", "extra_body", "finish_reason", "items_from_messages",
     "join_think", "last_user_text", "message_item", "messages_api_from_chat", "messages_api_request",

@@ -3,10 +3,11 @@
 from ngym.services.agents.rollout_context import RolloutContext
 from ngym.services.agents.server import AgentOptions, agent
 from ngym.services.base.options import GymServerName, ModelName, ServiceContext, ServiceName, ServiceOptions
+from ngym.services.gym.results import Image
 from ngym.services.gym.server import VerifyGroup, VerifyRequest, gym_server
 from ngym.services.gym.sessions import Session
 
 __all__ = [
-    "AgentOptions", "GymServerName", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
+    "AgentOptions", "GymServerName", "Image", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
     "Session", "VerifyGroup", "VerifyRequest", "agent", "gym_server",
 ]  # fmt: skip

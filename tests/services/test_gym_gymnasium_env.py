@@ -100,6 +100,17 @@ async def _finish_walk(peer: Peer, moves: list[str]) -> dict[str, Any]:
     return await walk.end()
 
 
+async def test_observations_are_shown_as_images(tmp_path: Path, shared_venvs: Path) -> None:
+    async with serve_bridged(NAME, tmp_path, shared_venvs, "images=true") as peer:
+        lake = Player(peer, **LAKE)
+        first = await lake.begin()
+        moved, refused = (await lake.say("1"))["observation"], (await lake.say("north"))["observation"]
+        for observation in (first, moved, refused):
+            text, image = observation
+            assert "Observation: " in text["text"] and image["image_url"].startswith("data:image/png;base64,")
+        assert moved[1] == refused[1] != first[1]
+
+
 async def test_a_row_cannot_import_and_what_cannot_be_made_gets_a_line(tmp_path: Path, shared_venvs: Path) -> None:
     async with serve_bridged(NAME, tmp_path, shared_venvs, "allowed=[FrozenLake-v1,Taxi-v4,ALE/Pong-v5]") as peer:
         for task, complaint in (

@@ -121,6 +121,17 @@ async def test_its_tools_are_ours_hostile_names_become_harmless_and_its_results_
     await until_no_server_is_alive()
 
 
+async def test_the_model_sees_images_where_the_stanza_says_so():
+    async with serve_bridge(show_images=True) as peer:
+        session = await begin_session(peer)
+        text, image = await session.post("/picture", {})
+        assert text == {"type": "input_text", "text": "look:"} and image["image_url"].startswith(
+            "data:image/png;base64,"
+        )
+        assert await session.post("/count", {}) == 1
+    await until_no_server_is_alive()
+
+
 async def test_rollouts_have_servers_of_their_own_no_more_than_may_be_and_they_end_with_them():
     async def roll(peer):
         session = await begin_session(peer)

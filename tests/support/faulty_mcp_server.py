@@ -49,7 +49,7 @@ def refuse() -> str:
 
 @server.tool()
 def picture() -> list:
-    return ["look:", Image(data=b"\x89PNG" * 30, format="png")]
+    return ["look:", Image(data=b"\x89PNG\r\n\x1a\n" * 30, format="png")]
 
 
 @server.tool()

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from shipped_gym import module
 from transformers.utils import get_json_schema
 
-from ngym import Session, VerifyRequest, gym_server
+from ngym import Image, Session, VerifyRequest, gym_server
 from ngym.errors import ServiceError, Unreachable, UsageError
 from ngym.peers import ToolErrors
 from ngym.services.gym.step_server import Step, step_server
@@ -320,6 +320,42 @@ def test_a_game_is_played_by_a_tool_and_its_observations_follow_the_prompt() -> 
         assert episode.move(text="5") == "Right.\nThe episode is over."
         assert episode.move(text="6") == "The episode is over."
         assert gym.verify([completion_messages("done")], [episode]) == [1.0]
+
+
+def test_images_of_observations_and_tools_become_blocks_with_pillow_images() -> None:
+    from PIL import Image as Pillow
+
+    picture = Pillow.new("RGB", (4, 2), (9, 8, 7))
+
+    async def reset(task: Task, session: Session) -> list[str | Image]:
+        return ["Look:", Image(picture)]
+
+    async def step(task: Task, session: Session) -> Step:
+        return Step(Image(picture), 1.0, task.text == "end")
+
+    def shown(block: dict[str, Any]) -> Any:
+        return block["image"].tobytes() if block["type"] == "image" else block["text"]
+
+    with serve_gym(step_server(task=Task, reset=reset, step=step)) as gym:
+        episode = gym.environment()
+        observed = episode.reset(row=json.dumps(row())), episode.move(text="go"), episode.move(text="end")
+        completion = completion_messages("done", ("move", {"text": "go"}, observed[1]))
+        assert gym.verify([completion], [episode]) == [2.0]
+    pixels = picture.tobytes()
+    assert [list(map(shown, blocks)) for blocks in observed] == [
+        ["Look:", pixels],
+        [pixels],
+        [pixels, "The episode is over."],
+    ]
+
+    async def draw() -> Image:
+        """Draw."""
+        return Image(picture)
+
+    with serve_gym(gym_server(tools=[draw], verify=verify)) as gym:
+        episode = gym.environment()
+        episode.reset(row=json.dumps(row()))
+        assert list(map(shown, episode.draw())) == [pixels]
 
 
 def test_transformers_reads_the_tools_of_every_shipped_server_as_they_are() -> None:

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 from urllib.parse import quote
 
 import orjson
@@ -19,8 +19,10 @@ from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, seria
 from ngym.peer_answers import SHOWN_BYTES
 from ngym.rollout import add_usage, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import (
+    PARTS,
     RESERVED,
     SCHEMA_VERSION,
+    TOOL_OUTPUT_HEADER,
     FinishReason,
     Json,
     Segment,
@@ -183,14 +185,15 @@ class RolloutContext:
         self.doing = f"tool:{call['name']}" if self._is_declared(call) else "tool"
         self.tool_calls += 1
         if self.tool_calls > self.options.max_tool_calls:
-            text, failed = f"Error: no more than {self.options.max_tool_calls} tool calls in a rollout.", True
+            result: str | list[Json] = f"Error: no more than {self.options.max_tool_calls} tool calls in a rollout."
+            failed = True
         else:
             async with self._calling:
-                text, failed = await self._tool_text(call)
+                result, failed = await self._tool_result(call)
         self.tool_errors += failed
         self.took(f"tool:{call['name']}" if self._is_declared(call) else "tool", started, "tools_s")
         self.doing = "model"
-        output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": text}
+        output = {"type": "function_call_output", "call_id": call.get("call_id"), "output": result}
         self._tool_results.append((call, output))
         self.so_far.append(output)
         return output
@@ -199,7 +202,8 @@ class RolloutContext:
         name = call.get("name")
         return isinstance(name, str) and name in self._declared
 
-    async def _tool_text(self, call: Json) -> tuple[str, bool]:
+    async def _tool_result(self, call: Json) -> tuple[str | list[Json], bool]:
+        """What the model sees of a call, and whether it is an error."""
         name = call.get("name")
         if not self._is_declared(call):  # checked before a name that the model wrote becomes a path
             return f"Error: there is no tool {name!r}. Tools: {', '.join(sorted(self._declared)) or 'none'}.", True
@@ -217,18 +221,19 @@ class RolloutContext:
             body = raw if LONG_NUMBER.search(raw) else arguments  # with all digits
             reply = await self.gym.request(f"/{quote(str(name), safe='')}", body, timeout=self.options.tool_timeout_s)
             check_result(str(name), len(reply.body), self.options)
+            has_parts = reply.headers.get(TOOL_OUTPUT_HEADER) == PARTS
+            result = _parts_in(reply.body, str(name)) if has_parts else reply.body.decode("utf-8", "replace")
         except ServiceError as error:
             if error.is_for_the_model:
                 return f"Error: {error.detail}"[:MAX_TOOL_ERROR_CHARS], True
             self.failure = self.failure or self._environment_failure(error, str(name))
             raise self.failure from error.__cause__
-        text = reply.body.decode("utf-8", "replace")
-        size, most = len(orjson.dumps(text)), most_result_bytes(self.options)
+        size, most = len(orjson.dumps(result)), most_result_bytes(self.options)
         if self._result_bytes + size > most:
             message = f"Error: the results of this rollout's tool calls are limited to {most >> 20} MiB; this one is left out."
             return message, True
         self._result_bytes += size
-        return text, False
+        return result, False
 
     def _environment_failure(self, error: ServiceError, tool: str) -> ServiceError:
         """The error of a tool call that is not for the model, as the rollout's failure."""
@@ -338,6 +343,32 @@ class RolloutContext:
         )
 
 
+def _parts_in(body: bytes, tool: str) -> list[Json]:
+    """The parts of a tool's answer.
+
+    Raises:
+        ServiceError: it is not a list of texts and images.
+    """
+    with suppress(orjson.JSONDecodeError):
+        if is_content(parts := orjson.loads(body)):
+            return parts
+    raise ServiceError(
+        f"{tool} answered with {TOOL_OUTPUT_HEADER}: {PARTS}, but not with a list of input_text and input_image parts"
+    )
+
+
+def is_content(value: Any) -> TypeGuard[list[Json]]:
+    """Whether a value is a list of texts and images, as in the Responses API."""
+    return isinstance(value, list) and bool(value) and all(map(_is_part, value))
+
+
+def _is_part(value: Any) -> bool:
+    match value:
+        case {"type": "input_text", "text": str()} | {"type": "input_image", "image_url": str()}:
+            return True
+    return False
+
+
 def _is_missing_route(error: ServiceError) -> bool:
     """Whether this is the answer of FastAPI and Starlette to a path without a route, not a 404 of a tool's own."""
     is_404 = isinstance(error, UpstreamError) and (error.upstream or {}).get("status") == 404
@@ -402,6 +433,6 @@ def as_items(prompt: Any) -> list[Json]:
     return [user(prompt)] if isinstance(prompt, str) else list(prompt or [])
 
 
-def user(text: str) -> Json:
+def user(content: str | list[Json]) -> Json:
     """A user message."""
-    return {"role": "user", "content": text}
+    return {"role": "user", "content": content}

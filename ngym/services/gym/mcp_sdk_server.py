@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import mcp_types as types
+import orjson
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
@@ -15,7 +16,7 @@ from mcp.shared.exceptions import MCPError
 from starlette.requests import Request
 
 from ngym.errors import ServiceError
-from ngym.schema import Json
+from ngym.schema import PARTS, TOOL_OUTPUT_HEADER, Json
 from ngym.services.gym.tools import Tool
 
 Context = ServerRequestContext[Any, Request]
@@ -50,6 +51,8 @@ def manager(name: str, tools: Mapping[str, Tool]) -> StreamableHTTPSessionManage
             if not error.is_for_the_model:
                 raise MCPError(types.INTERNAL_ERROR, error.detail, error.problem()) from error
             return _text_result(error.detail, is_error=True)
+        if answer.headers.get(TOOL_OUTPUT_HEADER) == PARTS:
+            return types.CallToolResult(content=[_content(part) for part in orjson.loads(answer.body)])
         return _text_result(bytes(answer.body).decode("utf-8", "replace"))
 
     server = Server(name, version=version("ngym"), on_list_tools=list_tools, on_call_tool=call_tool)
@@ -64,3 +67,10 @@ def _describe(tool: Json) -> types.Tool:
 
 def _text_result(text: str, *, is_error: bool = False) -> types.CallToolResult:
     return types.CallToolResult(content=[types.TextContent(text=text)], is_error=is_error)
+
+
+def _content(part: Json) -> types.ContentBlock:
+    if part["type"] == "input_text":
+        return types.TextContent(text=part["text"])
+    begin, _, data = part["image_url"].partition(";base64,")
+    return types.ImageContent(data=data, mime_type=begin.removeprefix("data:"))

@@ -27,6 +27,7 @@ from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, ob
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp_route import McpRoute
+from ngym.services.gym.results import has_nan
 from ngym.services.gym.sessions import (
     RETRYABLE_STATUSES,
     TASK,
@@ -44,7 +45,6 @@ from ngym.services.gym.tools import (
     SignatureError,
     check_options_type,
     check_reward_type,
-    has_nan,
     inspect_function,
     missing_tools,
     register_tool,

@@ -18,6 +18,7 @@ from ngym.schema import Json
 from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validate
+from ngym.services.gym.results import Observation, as_members, content_of, has_image
 from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, RewardRange, VerifyRequest, gym_server
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import tool_of_function
@@ -26,18 +27,22 @@ SCORED_BY = "/verify"  # in the `info` of /reset: the rollout's reward is not on
 
 
 class Step(NamedTuple):
-    """The result of a turn. `terminated`: the episode is over; `truncated`: a limit cut it off."""
+    """The result of a turn. `terminated`: the episode is over; `truncated`: a limit cut it off.
 
-    observation: str
+    An observation is a text, an `Image`, or a list of both.
+    """
+
+    observation: Observation
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
     info: Json | None = None
 
 
+CONTENT: Json = {"anyOf": [STRING, {"type": "array", "items": OBJECT}]}
 _STEPPED = object_of(
     {
-        "observation": STRING,
+        "observation": CONTENT,
         "reward": {"type": "number"},
         "terminated": {"type": "boolean"},
         "truncated": {"type": "boolean"},
@@ -50,7 +55,7 @@ class Turn(BaseModel):
     text: str = Field(description="What you say: your next move, as the last observation asks for it.")
 
 
-Reset = Callable[[Any, Session], Awaitable[str]]
+Reset = Callable[[Any, Session], Awaitable[Observation]]
 Advance = Callable[[Any, Session], Awaitable[Step]]
 
 
@@ -100,31 +105,34 @@ def step_server(
         session = session_for(app.state.sessions, request, start=True)
         await set_task(app.state.sessions, session, row, request)
         observation = await _begin(body, session, reset)
-        return JsonResponse({"observation": observation, "info": {"scored_by": SCORED_BY}})
+        return JsonResponse({"observation": content_of(observation), "info": {"scored_by": SCORED_BY}})
 
     async def step_route(request: Request) -> Response:
         turn = await valid_body(request, task, await json_body(request), "the row")
         session = session_for(app.state.sessions, request)
         outcome = await _advance(turn, session, step)
-        return JsonResponse({**outcome._asdict(), "info": outcome.info or {}})
+        fields = {"observation": content_of(outcome.observation), "info": outcome.info or {}}
+        return JsonResponse({**outcome._asdict(), **fields})
 
-    async def say(body: Turn, session: Session) -> Json:
+    async def say(body: Turn, session: Session) -> Any:
         """Take your next turn; answers with what came of it."""
         answer = {"output": [message_item([output_text(body.text)], "msg_turn")]}
         turn = validate(task, {**session[TASK], "response": answer}, "the row")
         outcome = await _advance(turn, session, step)
+        if has_image(outcome.observation):
+            return [*as_members(outcome.observation), {"over": session["over"]}]
         return {"observation": outcome.observation, "over": session["over"]}
 
     app.state.callable["say"] = tool_of_function(say)  # only over MCP: agents take steps
     schema, once = task.model_json_schema(), app.state.idempotent.once
     post = partial(add_route, app, "POST", most_bytes=ROW_BYTES)
-    began = object_of({"observation": STRING, "info": OBJECT})
+    began = object_of({"observation": CONTENT, "info": OBJECT})
     post("/reset", once(reset_route), summary="Begin an episode", body=OBJECT, answer=began)
     post("/step", once(step_route), summary="One turn of the model", body=schema, answer=_STEPPED)
     return app
 
 
-async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> str:
+async def _begin(task: VerifyRequest, session: Session, reset: Reset) -> Observation:
     session.failure = None  # of an earlier episode of this session
     with _play("reset failed", session):
         observation = await reset(task, session)

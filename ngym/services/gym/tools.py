@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -24,10 +22,11 @@ from ngym.net.json_limits import LONG_NUMBER
 from ngym.net.request_context import header
 from ngym.peers import Peers
 from ngym.schema import RESERVED, TOOL_ERRORS_HEADER, Json
-from ngym.services.base.app import JsonResponse, add_route, context_of
+from ngym.services.base.app import add_route, context_of
 from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, off_loop, valid_body
+from ngym.services.gym.results import tool_response
 from ngym.services.gym.sessions import BEGUN_SESSION, RETRYABLE_STATUSES, Session, session_id_of
 
 ANYTHING: Json = {"description": "Any JSON."}
@@ -172,7 +171,7 @@ def tool_of_function(function: Callable[..., Any]) -> Tool:
             raise ToolError(error.detail, extra=error.extra) from None
         with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
             result = await author.run(body, session, request)
-        return _tool_response(result, author, name)
+        return tool_response(result, name, _line_of(author.call))
 
     described_tool, takes_session = _describe(name, author), author.session is not None
     return Tool(described_tool, call, _result_schema(function), _line_of(author.call), takes_session)
@@ -185,48 +184,6 @@ def _result_schema(function: Callable[..., Any]) -> Json:
         return TypeAdapter(hint).json_schema(mode="serialization") or ANYTHING
     except (PydanticUserError, NameError, TypeError):
         return ANYTHING
-
-
-def _tool_response(result: Any, author: AuthorFunction, name: str) -> Response:
-    """A tool's return value, as JSON."""
-    try:
-        response = JsonResponse(result)
-        if b"null" in response.body and has_nan(result):  # JSON has no NaN: the model would read null
-            raise ValueError("it contains NaN or an infinity")
-        return response
-    except Exception as error:
-        if isinstance(error, BadRequest) and not _contains_itself(result):  # too deep, as the model's arguments can be
-            raise ToolError(f"{name}: {error.detail}") from None
-        reason = "it contains itself" if isinstance(error, BadRequest) else error
-        where = f" ({line})" if (line := _line_of(author.call)) else ""
-        raise ServiceError(
-            f"{name} returned a value that is not JSON: {reason}{where}", failure="tool_error"
-        ) from error
-
-
-def has_nan(value: Any) -> bool:
-    """Whether a value that becomes JSON contains NaN or an infinity."""
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    elif hasattr(value, "tolist"):  # numpy
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return any(map(has_nan, value.values()))
-    return isinstance(value, list | tuple) and any(map(has_nan, value))
-
-
-def _contains_itself(value: Any) -> bool:
-    try:
-        json.dumps(value, default=str, skipkeys=True)
-    except RecursionError:
-        return False
-    except ValueError as error:
-        return "Circular" in str(error)
-    return False
 
 
 def inspect_function(function: Callable[..., Any], base: type[BaseModel], *, fields: bool = False) -> AuthorFunction:
