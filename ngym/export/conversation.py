@@ -22,7 +22,7 @@ from ngym.convert import chat_request, check_create_params, content_text, split_
 from ngym.errors import BadRequest
 from ngym.export.rollout_selection import Reason, Row
 from ngym.net.json_limits import LONG_NUMBER, is_deep
-from ngym.schema import CUT_TURNS, Json, is_failed_attempt, row_problem
+from ngym.schema import CUT_TURNS, TOKEN_FIELDS, Json, is_failed_attempt, row_problem
 
 Ending = Literal["whole", "step limit", "cut"]
 """whole: the policy ended it. step limit: every turn is complete, but more might have followed. cut: in mid-turn, so
@@ -159,17 +159,20 @@ def fingerprint(*messages: Json) -> bytes:
 
 def _chat(params: Json, place: str) -> Json:
     try:
-        return chat_request(check_create_params(params))
+        return chat_request(check_create_params(params), tokens=True)  # with images in outputs of tools
     except BadRequest as error:
         raise NotRepresentable(re.sub(r"\binput\b(?=[\[' ])", place, error.detail, count=1)) from None
+
+
+NOT_FOR_TEMPLATES = frozenset({*TOKEN_FIELDS, "thinking_blocks", "is_error", "refusal"})
 
 
 def _for_templates(message: Json, reasoning: bool) -> Json:
     content = message.get("content")
     if content is None or isinstance(content, str) or all(part["type"] == "text" for part in content):
         content = content_text(content)
-    result = {**message, "content": content}
-    refusal = result.pop("refusal", None)  # templates ignore it
+    result = {name: value for name, value in message.items() if name not in NOT_FOR_TEMPLATES} | {"content": content}
+    refusal = message.get("refusal")
     if refusal:
         result["content"] = f"{content}{refusal}"
     if not reasoning and message["role"] == "assistant":

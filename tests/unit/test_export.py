@@ -46,7 +46,7 @@ def call(call_id: str, arguments: str) -> Row:
     return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": arguments}
 
 
-def result(call_id: str, output: str) -> Row:
+def result(call_id: str, output: Any) -> Row:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
@@ -418,6 +418,19 @@ def test_what_a_format_cannot_say_is_left_out_and_the_place_is_named(tmp_path: P
     alone = rollout(1, "A", input=[], instructions="Speak.")
     assert len(export_rows(tmp_path, "demonstrations", alone)[0]) == 1
     assert "ends with a system message" in export_rows(tmp_path, "kto", alone)[1].not_representable[0]
+
+
+def test_images_that_a_tool_returned_are_exported_as_chat_messages_only(tmp_path: Path):
+    url = "data:image/png;base64,AAAA"
+    shown = [{"type": "input_text", "text": "The screen:"}, {"type": "input_image", "image_url": url}]
+    row = rollout(1, call("a", "{}"), result("a", shown), "Red.")
+    [exported], _ = export_rows(tmp_path, "demonstrations", row)
+    assert exported["messages"][2] == {
+        "role": "tool",
+        "tool_call_id": "a",
+        "content": [{"type": "text", "text": "The screen:"}, {"type": "image_url", "image_url": {"url": url}}],
+    }
+    assert "more than text" in export_rows(tmp_path, "sharegpt", row)[1].not_representable[0]
 
 
 def test_rows_of_nemo_gyms_collector_need_no_ng(tmp_path: Path):
