@@ -86,7 +86,7 @@ def main() -> None:
         write_tasks(folder, random.Random(seed), options.turns)
         write_policy(folder / "policy", seed)
         began = time.monotonic()
-        train(folder, seed, options.steps)
+        train(folder, seed, options.steps, group=16 if options.turns else 8)
         print(result(folder / "run" / "metrics.jsonl", seed, time.monotonic() - began), flush=True)
 
 
@@ -164,7 +164,7 @@ def write_policy(folder: Path, seed: int) -> None:
     processor.save_pretrained(folder)
 
 
-def train(folder: Path, seed: int, steps: int) -> None:
+def train(folder: Path, seed: int, steps: int, *, group: int) -> None:
     words = {
         "output": folder / "run",
         "seed": seed,
@@ -175,6 +175,7 @@ def train(folder: Path, seed: int, steps: int) -> None:
         "rollouts.services": folder / "services.yaml",
         "rollouts.policy_app": "null",
         "rollouts.max_output_tokens": 16,
+        "rollouts.group_size": group,
         "evaluation.tasks": folder / "held_out.jsonl",
         "evaluation.attempts": ATTEMPTS,
         "evaluation.every": steps,

@@ -420,7 +420,7 @@ async def test_a_response_with_thousands_of_calls_is_bounded_and_the_model_gets_
     assert (row["ng"]["tool_calls"], row["ng"]["tool_errors"]) == (3000, 2000)
 
 
-async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_gets_an_error():
+async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_gets_an_error(caplog):
     one = calls("add", '{"amount": 23}')[0]
     model = scripted_app([{**one, "call_id": f"c{number}"} for number in range(40)], says("phew"))
     async with simple_house(model) as peers:
@@ -429,6 +429,8 @@ async def test_a_rollout_whose_results_fit_no_request_is_scored_and_the_model_ge
     errors = [result for result in results if result.startswith("Error: the results of this rollout's tool calls")]
     assert (row["reward"], row["said"], row["ng"]["tool_errors"]) == (0.0, "phew", len(errors))
     assert len(results) == 40 and len(errors) == 37, "escaped twice, three of 4 MiB fit into 16"
+    [warning] = [message for message in caplog.messages if "left out" in message]
+    assert row["ng"]["rollout_id"] in warning and "max_body_mib" in warning
 
 
 async def test_a_result_of_a_foreign_gym_server_that_fits_no_request_fails_the_rollout():

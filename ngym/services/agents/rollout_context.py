@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from contextlib import suppress
@@ -34,6 +35,7 @@ from ngym.schema import (
 )
 from ngym.services.base.options import ServiceContext, check_result, most_result_bytes
 
+log = logging.getLogger("ngym.services")
 HEALTH_TIMEOUT_S = 5.0
 MAX_TOOL_ERROR_CHARS = 2000
 CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
@@ -79,6 +81,7 @@ class RolloutContext:
         self._captured_at: str | None = None
         self._tool_results: list[tuple[Json, Json]] = []
         self._result_bytes = 0
+        self._has_left_out = False
         self._declared: set[str] = set()
         self._calling = asyncio.Semaphore(CALLS_AT_ONCE)
 
@@ -230,8 +233,17 @@ class RolloutContext:
             raise self.failure from error.__cause__
         size, most = len(orjson.dumps(result)), most_result_bytes(self.options)
         if self._result_bytes + size > most:
-            message = f"Error: the results of this rollout's tool calls are limited to {most >> 20} MiB; this one is left out."
-            return message, True
+            limit = f"limited to {most >> 20} MiB"
+            if not self._has_left_out:
+                self._has_left_out = True
+                log.warning(
+                    "rollout %s: the results of its tool calls are %s; the model reads that %s's is left out "
+                    "(max_body_mib of the agent and of the model raises the limit)",
+                    self.rollout_id,
+                    limit,
+                    name,
+                )
+            return f"Error: the results of this rollout's tool calls are {limit}; this one is left out.", True
         self._result_bytes += size
         return result, False
 

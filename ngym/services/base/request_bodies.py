@@ -72,7 +72,8 @@ class RequestBody:
         """Check that there is memory for the body and for what is parsed from it."""
         largest = max(self._size, self._declared)
         if largest > self._most:
-            raise BadRequest(f"the body is larger than {self._most >> 20} MiB", status=413)
+            limit = f"{self._most >> 20} MiB (max_body_mib of this service raises the limit)"
+            raise BadRequest(f"the body is larger than {limit}", status=413)
         if largest > PART_BYTES and not is_room_for(2 * largest - self._size):
             raise NotReady("there is not enough memory for this request now")
         self._next_check = min(self._size + PART_BYTES, self._most + 1)
