@@ -95,39 +95,82 @@ def _after_calls_that_do_not_generate(server: Server) -> None:
     assert server.answer(input=[user([picture("pink")])], max_output_tokens=2)["usage"]["input_tokens"] == counted
 
 
-def test_a_policy_learns_from_live_rollouts_with_images(tmp_path: Path) -> None:
-    """The letter that is rewarded depends on the image; without it, the reward could not pass a half."""
-    write_image_model(tmp_path / "policy", "idefics3", std=0.02, hidden_size=128, num_attention_heads=4)
-    colours = {"a": "red", "b": "blue"}
+def train_on_live_rollouts(folder: Path, rows: list[dict[str, Any]], gym: str, agent: str, tokens: int) -> None:
+    """Four steps of `ng_train letters.yaml` on these tasks; each agrees with vLLM's log-probabilities."""
+    write_image_model(folder / "policy", "idefics3", std=0.02, hidden_size=128, num_attention_heads=4)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = {"kind": "model", "app": "models/vllm", "model": str(folder / "policy")}
+    services = {"policy": policy, "env": {"kind": "gym_server", "app": gym}}
+    services["agent"] = {"kind": "agent", "app": agent, "gym": "env", "model": "policy"}
+    (folder / "services.yaml").write_text(json.dumps(services))
+    overrides = {
+        "output": "run",
+        "model.from_scratch": "null",
+        "model.tokenizer": "null",
+        "model.path": folder / "policy",
+        "rollouts.agent": "agent",
+        "rollouts.services": folder / "services.yaml",
+        "rollouts.policy_app": "null",
+        "rollouts.tasks": folder / "tasks.jsonl",
+        "rollouts.tasks_per_step": 2,
+        "rollouts.max_output_tokens": tokens,
+        "max_steps": 4,
+    }
+    words = ["letters.yaml", *(f"{key}={value}" for key, value in overrides.items())]
+    output, _ = (process := train(folder, words, vllm=True)).communicate(timeout=600)
+    assert process.returncode == 0, output
+    steps = metrics_of(folder)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(row["lag"] == 0 and row["token_mult_prob_error"] < 1.001 for row in steps)
+    assert (folder / "run" / "policy" / "processor_config.json").exists()
+
+
+def test_a_policy_is_trained_on_live_rollouts_with_images_in_the_task(tmp_path: Path) -> None:
     rows = [
         {
             "responses_create_params": {"input": [user([picture(colour), {"type": "input_text", "text": "say"}])]},
             "letter": letter,
         }
-        for letter, colour in colours.items()
+        for letter, colour in {"a": "red", "b": "blue"}.items()
     ]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    policy = {"kind": "model", "app": "models/vllm", "model": str(tmp_path / "policy")}
-    services = {"policy": policy, "letters": {"kind": "gym_server", "app": "gym_servers/letters"}}
-    services["agent"] = {"kind": "agent", "app": "agents/simple", "gym": "letters", "model": "policy"}
-    (tmp_path / "services.yaml").write_text(json.dumps(services))
-    overrides = {
-        "output": "run",
-        "model.from_scratch": "null",
-        "model.tokenizer": "null",
-        "model.path": tmp_path / "policy",
-        "rollouts.agent": "agent",
-        "rollouts.services": tmp_path / "services.yaml",
-        "rollouts.policy_app": "null",
-        "rollouts.tasks": tmp_path / "tasks.jsonl",
-        "rollouts.tasks_per_step": 2,
-        "rollouts.max_output_tokens": 8,
-        "max_steps": 4,
-    }
-    words = ["letters.yaml", *(f"{key}={value}" for key, value in overrides.items())]
-    output, _ = (process := train(tmp_path, words, vllm=True)).communicate(timeout=600)
-    assert process.returncode == 0, output
-    steps = metrics_of(tmp_path)
-    assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    assert all(row["lag"] == 0 and row["token_mult_prob_error"] < 1.001 for row in steps)
-    assert (tmp_path / "run" / "policy" / "processor_config.json").exists()
+    train_on_live_rollouts(tmp_path, rows, "gym_servers/letters", "agents/simple", tokens=8)
+
+
+EPISODE = """
+from PIL.Image import new
+
+from ngym import Image, Session, VerifyRequest
+from ngym.services.gym.step_server import Step, step_server
+
+
+class Task(VerifyRequest):
+    colours: list[str]
+
+
+async def reset(task: Task, session: Session) -> Image:
+    session["turn"] = 0
+    return Image(new("RGB", (56, 56), task.colours[0]))
+
+
+async def step(task: Task, session: Session) -> Step:
+    session["turn"] += 1
+    reward = float("a" in task.text)
+    if session["turn"] == len(task.colours):
+        return Step("", reward, terminated=True)
+    return Step([Image(new("RGB", (56, 56), task.colours[session["turn"]])), "say"], reward)
+
+
+app = step_server(task=Task, reset=reset, step=step)
+"""
+
+
+def test_a_policy_is_trained_on_images_that_an_environment_shows_turn_by_turn(tmp_path: Path) -> None:
+    (tmp_path / "episode.py").write_text(EPISODE)
+    rows = [
+        {"responses_create_params": {"input": []}, "colours": colours} for colours in (["red", "blue"], ["blue", "red"])
+    ]
+    train_on_live_rollouts(tmp_path, rows, "episode.py", "agents/gymnasium", tokens=200)
+    rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    ends = [[(len(each["mask"]), len(each["images"])) for each in row["ng"]["segments"]] for row in rollouts]
+    assert [(2, 2)] in ends, "the second turn continues from the ids of the first"
+    assert all(images <= 2 for end in ends for _, images in end)
