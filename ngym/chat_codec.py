@@ -71,7 +71,7 @@ class Template:
         self.tokenizer = tokenizer
         self.ends = ends
         added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        self.unwritten = frozenset(
+        self.hidden_ids = frozenset(
             id_ for id_, token in added.items() if token.special and token.content not in (THINK, THOUGHT, CALL, CALLED)
         )
         """Ids that are left out of texts: special tokens, as in vLLM, but not those that the parser reads."""
@@ -338,7 +338,7 @@ class ChatCodec:
         self._generate = generate
         self._model = model
         self._context = context
-        self._can = can
+        self._capabilities = can
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="template")  # one: tokenizers are not thread-safe
 
     async def completion(self, request: Json, seen: PriorCall | None) -> Json:
@@ -384,7 +384,7 @@ class ChatCodec:
         """Yield the pieces of the answer, and add its tokens to `answer`."""
         template = self._template
         prompt = answer.prompt = await self._prompt(request, prior_call)
-        sampling = sampling_of(request, self._context - len(prompt), self._can, streamed=streamed)
+        sampling = sampling_of(request, self._context - len(prompt), self._capabilities, streamed=streamed)
         if sampling.max_tokens < 1:
             answer.finish = "length"
             return  # the conversation does not fit: an empty answer, not an error
@@ -394,7 +394,7 @@ class ChatCodec:
         async with aclosing(self._generate(prompt, sampling)) as tokens:
             async for sampled in tokens:
                 answer.take(sampled)
-                ids = [id_ for id_ in _without_end(sampled, template.ends.any) if id_ not in template.unwritten]
+                ids = [id_ for id_ in _without_end(sampled, template.ends.any) if id_ not in template.hidden_ids]
                 for piece in parser.take(stops.take(text.take(ids))):
                     yield piece
                 if stops.match is not None:

@@ -67,14 +67,14 @@ class Episode:
     def __init__(self) -> None:
         self._row: Json = {}
         self._session: PeerSession | None = None
-        self._over = False  # of a step-wise environment
+        self._is_over = False  # of a step-wise environment
         self._failure: ServiceError | None = None  # of the environment; the rollout then has no reward
 
     def reset(self, row: str | None = None, **columns: Any) -> str | list[Json] | None:
         """Begin the task of a row of the dataset; returns what the model sees of it after the prompt."""
         if row is None:
             raise UsageError("the dataset has no column 'row'; make it with Dataset.from_list(gym.tasks(FILE))")
-        self._row, self._failure, self._over = json.loads(row), None, False
+        self._row, self._failure, self._is_over = json.loads(row), None, False
         self._session = self._gym.peer.session(tool_errors=self._gym.tool_errors)
         try:
             answer = self._post("/reset" if self._gym.has_steps else "/seed_session", self._row)
@@ -105,16 +105,16 @@ class Episode:
             raise
 
     def _step(self, arguments: Json) -> str | list[Json]:
-        if self._over:
+        if self._is_over:
             return EPISODE_OVER
         text = str(arguments.get("text", "")).encode("utf-8", "replace").decode()  # JSON has no lone surrogates
         move = items_from_messages([{"role": "assistant", "content": text}])
         step_result = self._post("/step", {**self._row, "response": {"output": move}})
-        self._over = step_result["terminated"] or step_result["truncated"]
+        self._is_over = step_result["terminated"] or step_result["truncated"]
         observation = _shown(step_result["observation"])
         if isinstance(observation, list):
-            return [*observation, {"type": "text", "text": EPISODE_OVER}] if self._over else observation
-        return f"{observation}\n{EPISODE_OVER}" if self._over else observation
+            return [*observation, {"type": "text", "text": EPISODE_OVER}] if self._is_over else observation
+        return f"{observation}\n{EPISODE_OVER}" if self._is_over else observation
 
     async def _verify(self, completion: list[Json] | str) -> float | None:
         """The reward; None if the completion could not be scored."""

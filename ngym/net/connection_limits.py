@@ -228,11 +228,11 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._served = self.app
+        self._service = self.app
         self._room = self.limit_concurrency
         self._asgi: Any = {"version": self.asgi_version, "spec_version": "2.3"}
         self._scheme: Literal["http", "https"] = "https" if config.is_ssl else "http"
-        self._awaits: Literal["head", "body", "nothing", "end"] = "head"
+        self._waits_for: Literal["head", "body", "nothing", "end"] = "head"
         self._seconds = 0  # since the state began
         self._bytes = 0  # of the head, or of the body since the last second
         self._pause_s: float = BODY_S  # how long the rest of a body may stay away
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         HttpToolsProtocol.connection_lost(self, exc)
         self.pipeline.clear()
-        self.app = self._served
+        self.app = self._service
         for exchange in (self.cycle, self._last_exchange):
             if exchange is not None:
                 exchange.head = None
@@ -255,9 +255,9 @@ class Connection(HttpToolsProtocol):
         self._last_exchange = None
 
     def data_received(self, data: bytes) -> None:
-        if self._awaits == "end":
+        if self._waits_for == "end":
             return
-        if self._awaits == "head":  # a head that begins later in this data is counted from the next call on
+        if self._waits_for == "head":  # a head that begins later in this data is counted from the next call on
             self._bytes += len(data)
         try:
             self.parser.feed_data(data)
@@ -266,7 +266,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(400, "Invalid HTTP request received.")
         except httptools.HttpParserUpgrade:
             pass  # a requested upgrade is ignored (RFC 9110, 7.8)
-        if self._awaits == "head" and self._bytes > MAX_HEAD_BYTES:
+        if self._waits_for == "head" and self._bytes > MAX_HEAD_BYTES:
             self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES >> 10} KiB")
 
     # The following methods are called for every request, so they must be cheap.
@@ -275,12 +275,12 @@ class Connection(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
-        if self._awaits == "nothing":  # else it is the connection's first request, whose time already runs
-            self._awaits = "head"
+        if self._waits_for == "nothing":  # else it is the connection's first request, whose time already runs
+            self._waits_for = "head"
             self._seconds = self._bytes = 0
 
     def on_headers_complete(self) -> None:
-        self._awaits = "body"
+        self._waits_for = "body"
         self._bytes = self._unwanted_s = 0
         self._pause_s = BODY_S
         parser, app = self.parser, self.app
@@ -331,7 +331,7 @@ class Connection(HttpToolsProtocol):
             exchange.set()
 
     def on_message_complete(self) -> None:
-        self._awaits = "nothing"
+        self._waits_for = "nothing"
         exchange = self.cycle
         if not exchange.response_complete:
             exchange.more_body = False
@@ -348,19 +348,19 @@ class Connection(HttpToolsProtocol):
             self._idle_s = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        if data and self._awaits != "end":  # else it answers a pipelined request before the refused one
+        if data and self._waits_for != "end":  # else it answers a pipelined request before the refused one
             self.transport.write(data)
 
     def writelines(self, data: Iterable[bytes | memoryview]) -> None:
-        if self._awaits != "end":
+        if self._waits_for != "end":
             self.transport.writelines(data)
 
     def is_closing(self) -> bool:
-        return self._awaits == "end" or self.transport.is_closing()
+        return self._waits_for == "end" or self.transport.is_closing()
 
     def close(self) -> None:
         self._flush()
-        if self._awaits == "nothing":
+        if self._waits_for == "nothing":
             self.transport.close()
         else:
             self._close_when_read()
@@ -375,11 +375,11 @@ class Connection(HttpToolsProtocol):
         self._unread_s = self._unread_s + 1 if self.flow.write_paused else 0
         if self._unread_s > WRITE_TIMEOUT_S:
             self.transport.abort()
-        elif self._awaits == "head":
+        elif self._waits_for == "head":
             self._tick_head()
-        elif self._awaits == "body":
+        elif self._waits_for == "body":
             self._tick_body()
-        elif self._awaits == "end":
+        elif self._waits_for == "end":
             if self._seconds > LINGER_S:
                 self.transport.close()
         elif self.cycle.response_complete:
@@ -388,7 +388,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def shutdown(self) -> None:
-        if self._awaits == "end":
+        if self._waits_for == "end":
             self.transport.close()
         HttpToolsProtocol.shutdown(self)
 
@@ -434,7 +434,7 @@ class Connection(HttpToolsProtocol):
         if self.is_closing():
             return
         self._flush()
-        self._awaits = "end"
+        self._waits_for = "end"
         self._seconds = 0
         self.pipeline.clear()
         self.flow.resume_reading()
@@ -443,7 +443,7 @@ class Connection(HttpToolsProtocol):
 
     async def _full(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] in OPEN_PATHS or len(self.connections) <= (self._room or 0):
-            await self._served(scope, receive, send)
+            await self._service(scope, receive, send)
             return
         error = NotReady(f"{self._room} connections are open here, which is the limit; try again")
         headers = [(b"content-type", b"application/problem+json"), (b"retry-after", b"1"), (b"connection", b"close")]

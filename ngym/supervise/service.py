@@ -314,7 +314,7 @@ class PolledReplica:
                     self.change(status="ready", **({} if self.is_leaving else {"detail": "", "listed": True}))
                 self.ready.set()
             elif been_ready:
-                lost = self.without_weights() if self.restarts_unseen else {}
+                lost = self.unpushed_state() if self.restarts_unseen else {}
                 listed = self.state.listed and not self.is_guest
                 self.change(status="not ready", detail=answer.reason, listed=listed, **lost)
             else:
@@ -327,7 +327,7 @@ class PolledReplica:
                     raise TimeoutError(answer.reason)
             await asyncio.sleep(READY_POLL_S if been_ready or self.state.external else STARTING_POLL_S)
 
-    def without_weights(self) -> dict[str, Any]:
+    def unpushed_state(self) -> dict[str, Any]:
         """The change of a replica that has lost the weights that a trainer gave it, if one did."""
         return {"version": None, "held": self.state.held or self.state.version is not None}
 
@@ -494,7 +494,7 @@ class ServiceProcess(PolledReplica):
                     raise ServiceFailed(f"service {self.state.label!r} {why} ({how}); its log is {self._log.path}")
                 raise ServiceFailed(self._report(f"{why} ({how})"))
             pause = self._deaths.backoff_s
-            changes = {"listed": code != EXIT_LOST and not self.is_leaving, **self.without_weights()}
+            changes = {"listed": code != EXIT_LOST and not self.is_leaving, **self.unpushed_state()}
             when = "on a node that has room" if code == EXIT_LOST else f"in {pause:.1f} s"
             self.change(status="restarting", detail=f"{how}; again {when}", pid=None, **changes)
             await asyncio.sleep(pause)

@@ -48,7 +48,7 @@ class BackEnd:
 
 
 AZURE = {"api_version": "2025-04-01-preview", "deployment": "my-gpt"}
-REPLIES = [  # what the mind of upstreams.py says
+REPLIES = [  # what `scripted_reply` of upstreams.py says
     {
         "contains": "add",
         "turn": 1,
@@ -118,7 +118,7 @@ async def serving(kind: BackEnd, folder: Path) -> AsyncIterator[ModelService]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stub_model(tmp_path_factory.mktemp("mind"))
+    return write_stub_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture(params=BACK_ENDS, scope="module", loop_scope="module")

@@ -33,7 +33,7 @@ Stub = TypeVar("Stub", bound=Sglang)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_stub_model(tmp_path_factory.mktemp("mind"))
+    return write_stub_model(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager

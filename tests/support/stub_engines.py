@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from upstreams import Json, Stub, StubReply, Turn, mind
+from upstreams import Json, Stub, StubReply, Turn, scripted_reply
 
 CONTEXT = 4000
 HEADER = "<|im_start|>assistant\n"
@@ -62,7 +62,7 @@ def answer_ids(tokens: PreTrainedTokenizerFast, prompt: list[int]) -> list[int]:
     turns = [
         Turn(role, reply) for role, reply in re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text, re.DOTALL)
     ]
-    reply = mind([turn for turn in turns if turn.role != "system"], "tools: [" in text, None)
+    reply = scripted_reply([turn for turn in turns if turn.role != "system"], "tools: [" in text, None)
     return tokens.encode(_render(reply) + "<|im_end|>", add_special_tokens=False)
 
 
@@ -78,7 +78,7 @@ class StubConfig(PretrainedConfig):
 
 
 class StubModel(PreTrainedModel, GenerationMixin):
-    """Sure of what the mind says next: nearly all probability is on it. What it has seen is its cache."""
+    """Sure of what `scripted_reply` says next: nearly all probability is on it. What it has seen is its cache."""
 
     config_class = StubConfig
 

@@ -51,7 +51,7 @@ class TooLong(Exception):
     pass
 
 
-def mind(turns: list[Turn], tools: bool, limit: int | None) -> StubReply:
+def scripted_reply(turns: list[Turn], tools: bool, limit: int | None) -> StubReply:
     """The scripted next turn. `status 429`, `garbage`, `forever` and so on in the last turn cause a fault of the
     server.
     """
@@ -101,7 +101,7 @@ class Stub:
             return await self._forever(request, bool(body.get("stream")))
         try:
             answer = self.answer(known, body)
-            return answer if self.corruption is None else _bent(answer, self.corruption)
+            return answer if self.corruption is None else _corrupted(answer, self.corruption)
         except Refused as error:
             headers = {"retry-after-ms": "10"} if error.status in (429, 529) else {}
             return JSONResponse(self.error(error.status), error.status, headers)
@@ -113,7 +113,7 @@ class Stub:
             self.running += 1
             try:
                 while True:
-                    yield self.beat()
+                    yield self.keep_alive()
                     await asyncio.sleep(0.02)
             finally:
                 self.abandoned += 1
@@ -132,7 +132,7 @@ class Stub:
     def answer(self, route: str, body: Json) -> Response:
         raise NotImplementedError
 
-    def beat(self) -> bytes:
+    def keep_alive(self) -> bytes:
         """An event that says a little, for a stream without end."""
         raise NotImplementedError
 
@@ -147,19 +147,19 @@ class Stub:
 WRONG = (None, 0, -1, "", "x", [], {}, [None], [{}], {"a": 1}, 1.5, True, 1e30)
 
 
-def _bent(answer: Response, draw: random.Random) -> Response:
+def _corrupted(answer: Response, draw: random.Random) -> Response:
     if not isinstance(answer, StreamingResponse):
         return JSONResponse(_with_a_fault(json.loads(answer.body), draw))
     events = answer.body_iterator
 
-    async def bent() -> AsyncIterator[str]:
+    async def corrupted() -> AsyncIterator[str]:
         async for event in events:
             text = event if isinstance(event, str) else bytes(event).decode()
             name, _, data = text.partition("data: ")
             wrong = draw.random() < 0.1 and data.startswith("{")
             yield f"{name}data: {json.dumps(_with_a_fault(json.loads(data), draw))}\n\n" if wrong else text
 
-    return StreamingResponse(bent(), media_type="text/event-stream")
+    return StreamingResponse(corrupted(), media_type="text/event-stream")
 
 
 def _with_a_fault(value: Json, draw: random.Random) -> Json:
@@ -210,20 +210,22 @@ class OpenAI(Stub):
     def answer(self, route: str, body: Json) -> Response:
         if route == "/responses":
             items = body["input"] if isinstance(body["input"], list) else [{"role": "user", "content": body["input"]}]
-            reply = mind([_turn(item) for item in items], bool(body.get("tools")), body.get("max_output_tokens"))
+            reply = scripted_reply(
+                [_turn(item) for item in items], bool(body.get("tools")), body.get("max_output_tokens")
+            )
             response = _response(reply)
             if body.get("stream"):
                 return sse(_response_events(reply, response), named=True)
             return JSONResponse(response)
         turns = [Turn(message["role"], text_of(message["content"])) for message in body["messages"]]
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
-        reply = mind(turns, bool(body.get("tools")), limit)
+        reply = scripted_reply(turns, bool(body.get("tools")), limit)
         ids = bool(body.get("return_token_ids"))
         if body.get("stream"):
             return sse(_chunks(reply, ids, bool(body.get("stream_options", {}).get("include_usage"))), done=True)
         return JSONResponse(_completion(reply, ids))
 
-    def beat(self) -> bytes:
+    def keep_alive(self) -> bytes:
         if self.requests[-1][0].endswith("/responses"):
             event = {"type": "response.output_text.delta", "item_id": "m", "output_index": 0, "content_index": 0}
             return b"data: " + json.dumps(event | {"delta": "on ", "sequence_number": 1}).encode() + b"\n\n"
@@ -378,7 +380,7 @@ class Anthropic(Stub):
                 result = block["type"] == "tool_result"
                 text = text_of(block["content"]) if result else block.get("text", "")
                 turns.append(Turn("tool" if result else message["role"], text))
-        reply = mind(turns, bool(body.get("tools")), body["max_tokens"])
+        reply = scripted_reply(turns, bool(body.get("tools")), body["max_tokens"])
         if body.get("stream"):
             return sse(self._events(reply), named=True)
         return JSONResponse(self._message(reply))
@@ -391,7 +393,7 @@ class Anthropic(Stub):
         message = f"prompt is too long: {CONTEXT + 1} tokens > {CONTEXT} maximum"
         return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
 
-    def beat(self) -> bytes:
+    def keep_alive(self) -> bytes:
         return b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def _message(self, reply: StubReply) -> Json:
