@@ -112,6 +112,27 @@ async def test_observations_with_images_become_user_messages_and_the_stored_roll
     assert [item["content"] for item in seen[-1] if item.get("role") == "user"] == observed
 
 
+async def test_observations_of_other_types_are_text_as_before() -> None:
+    async def nothing(task: VerifyRequest, session: Session) -> Any:
+        return None
+
+    async def various(task: VerifyRequest, session: Session) -> Any:
+        seen: dict[str, Any] = {"one": [1, 2], "two": ["two", "texts"], "three": ""}
+        return Step(seen[task.text], terminated=task.text == "three")
+
+    env, actor = (
+        step_server(task=VerifyRequest, reset=nothing, step=various),
+        load(ROOT / "agents/gymnasium/app.py").app,
+    )
+    policy = load(ROOT / "models/scripted/app.py").app
+    replies = [{"turn": turn, "text": text} for turn, text in enumerate(("one", "two", "three"), 1)]
+    options = {"policy": {"replies": replies}, "actor": {"gym": "env", "model": "policy"}}
+    async with local_services(options, policy=policy, env=env, actor=actor) as peers:
+        row = await peers["actor"].post("/run", TASK)
+    observed = [item["content"] for item in row["response"]["output"] if item.get("role") == "user"]
+    assert observed == ["[1,2]", [{"type": "input_text", "text": "two"}, {"type": "input_text", "text": "texts"}]]
+
+
 async def test_a_step_over_mcp_shows_its_image() -> None:
     mcp = pytest.importorskip("mcp")
     from mcp.client.streamable_http import streamable_http_client

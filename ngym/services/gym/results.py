@@ -69,9 +69,12 @@ def content_parts(result: Any) -> list[Json]:
     return [member.part() if isinstance(member, Image) else _text_part(member) for member in as_members(result)]
 
 
-def content_of(observation: Observation) -> str | list[Json]:
-    """The content of a message with this observation."""
-    return observation if isinstance(observation, str) else content_parts(observation)
+def content_of(observation: Any) -> Any:
+    """The content of a message with this observation; of another type than Observation: as it is."""
+    is_shown = isinstance(observation, Image | list | tuple)
+    if is_shown and all(isinstance(member, str | Image) for member in as_members(observation)):
+        return content_parts(observation)
+    return observation
 
 
 def as_members(result: Any) -> Sequence[Any]:
