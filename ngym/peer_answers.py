@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from typing import Any, NamedTuple
 
 import orjson
@@ -73,7 +75,7 @@ def is_own(reply: Reply, session: InSession) -> bool:
     return (
         not session.is_echoed
         or _names(reply, session)
-        or (reply.status >= 300 and bool(_problem(reply).get("service")))
+        or (reply.status >= 300 and bool(problem_of(reply).get("service")))
     )
 
 
@@ -83,7 +85,7 @@ def refusal(
     """The error of a peer's answer, with its own message: the first problem document of the chain has the cause."""
     if session is not None and not is_own(reply, session):
         return _proxy_error(service, reply, method, url, path)
-    problem = _problem(reply)
+    problem = problem_of(reply)
     is_ngym_error = bool(problem.get("service"))
     reason = words(problem)
     says = bool(problem.get("error") or problem.get("message"))
@@ -113,7 +115,20 @@ def refusal(
     )
 
 
-def _problem(reply: Reply) -> Json:
+def kept_since(answer: Json) -> float:
+    """Since when a model server has lost no captured call, by time.perf_counter().
+
+    -inf for a server of another make, which does not say so.
+
+    answer: to GET /rollouts/{id}/segments, whatever its status.
+    """
+    match answer.get("kept_s"):
+        case int() | float() as kept_s:
+            return time.perf_counter() - kept_s
+    return -math.inf
+
+
+def problem_of(reply: Reply) -> Json:
     """The answer as an object; empty if it is not JSON that can be forwarded."""
     try:
         problem = reply.json()

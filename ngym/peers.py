@@ -13,7 +13,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -227,6 +227,7 @@ class Peer:
         affinity: SessionReplica | StickyReplica | None = None,
         repeatable_s: float = 0.0,
         session: InSession | None = None,
+        accepts: Collection[int] = (),
     ) -> Reply:
         """Send one request, with retries. timeout: seconds, and one more for each SLOW_BYTES_PER_S of the body.
 
@@ -234,6 +235,7 @@ class Peer:
 
         repeatable_s: seconds for which the service stores its answer under the idempotency key in `headers`; 0 without one.
         session: the session of the call.
+        accepts: statuses from 300 on that are answers to the call, not errors.
         """
         self._peers.follow()
         payload = None if body is None else body if isinstance(body, bytes) else serialize(body)
@@ -257,7 +259,7 @@ class Peer:
                     await self._refresh(ends)
             else:
                 own = session is None or is_own(reply, session)
-                if reply.status < 300 and own:
+                if (reply.status < 300 or reply.status in accepts) and own:
                     self._budget().record_request()
                     return reply
                 pause = self._pause_after_refusal(call, url, reply, own)

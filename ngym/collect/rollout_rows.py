@@ -11,13 +11,14 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.replica_outages import ReplicaOutages
 from ngym.errors import BadRequest, Boundary, FailureClass, ServiceError, Unreachable, UpstreamError
+from ngym.peer_answers import kept_since, problem_of
 from ngym.peers import Peers
 from ngym.rollout import extend, function_calls, tokens_of, versions_in, without_tokens
 from ngym.schema import (
@@ -51,6 +52,29 @@ STAGES: dict[FailureClass, str] = {
     "verify_error": "verify",
     "judge_error": "verify",
 }
+
+
+class _Captured(NamedTuple):
+    """What one replica has of a rollout: segments, and the span and finish reason of each call.
+
+    kept_since: since when it has lost no call, by time.perf_counter().
+    """
+
+    segments: list[Segment]
+    calls: list[tuple[Span, FinishReason]]
+    kept_since: float
+
+
+class _Doubt(NamedTuple):
+    """A replica that may have served calls which are lost."""
+
+    model: str
+    url: str
+    reason: str
+
+
+WAS_DOWN = "was down at {url} (if it stays down, take that address out of the config)"
+STARTED_AGAIN = "at {url} started again, or dropped calls (captured_tokens), during the rollout"
 
 
 class CaptureClient:
@@ -112,20 +136,20 @@ class CaptureClient:
         models = self._models
         segments: list[Segment] = []
         calls: list[tuple[Span, FinishReason]] = []
-        doubtful: list[tuple[str, str]] = []  # replicas that may have served calls which are lost
+        doubts: list[_Doubt] = []
         for model in self._of_agent.get(agent, models):
             for url in self._replicas(model, began):
                 if self._outages.was_down(url, began):
                     if not self._outages.was_dead(url, began):
-                        doubtful.append((model, url))
+                        doubts.append(_Doubt(model, url, WAS_DOWN))
                     continue
-                captured, made = await self._fetch_captured(model, url, rollout_id, began)
-                segments += captured
-                calls += made
-                if self._outages.has_died(url, began):
-                    doubtful.append((model, url))
-        if doubtful:
-            _check_complete(*doubtful[0], answer, len(calls))
+                captured = await self._fetch_captured(model, url, rollout_id, began)
+                segments += captured.segments
+                calls += captured.calls
+                if self._outages.has_died(url, began) or captured.kept_since > began:
+                    doubts.append(_Doubt(model, url, STARTED_AGAIN))
+        if doubts:
+            _check_complete(doubts[0], answer, len(calls))
         if segments or calls:
             calls.sort(key=lambda call: call[0][1])
             trace = answer.setdefault("ng", {})
@@ -147,17 +171,14 @@ class CaptureClient:
         delisted = [url for (name, url), at in self._delisted_at.items() if name == model and at >= began]
         return sorted({*listed, *delisted, *self._fixed.get(model, ())})
 
-    async def _fetch_captured(
-        self, model: str, replica: str, rollout_id: str, began: float
-    ) -> tuple[list[Segment], list[tuple[Span, FinishReason]]]:
-        """The segments, and the span and finish reason of each call."""
+    async def _fetch_captured(self, model: str, replica: str, rollout_id: str, began: float) -> _Captured:
         url = f"{replica}/rollouts/{rollout_id}/segments"
         upstream, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
         try:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
             elapsed = time.perf_counter() - began
             if reply.status in NOT_CAPTURED:
-                return [], []
+                return _Captured([], [], kept_since(problem_of(reply)))
             if reply.status == 503:
                 self._outages.record(model, replica, None)
             if reply.status != 200:
@@ -173,7 +194,7 @@ class CaptureClient:
             body: Json = reply.json()
             segments: list[Segment] = body["segments"]
             spans: list[Span] = [("model", round(elapsed - ago, 6), seconds) for ago, seconds in body["spans"]]
-            return segments, list(zip(spans, body["finish_reasons"], strict=True))
+            return _Captured(segments, list(zip(spans, body["finish_reasons"], strict=True)), kept_since(body))
 
     async def _config(self) -> Any:
         url, opener = f"{self._peers.head_url}/config", self._peers.authorization(None)
@@ -191,20 +212,17 @@ def _urls_of(stanza: Any) -> list[str]:
     return [url for url in (stanza.get("url"), *(stanza.get("urls") or ())) if isinstance(url, str)]
 
 
-def _check_complete(model: str, url: str, answer: Json, calls: int) -> None:
-    """Raise Unreachable unless this number of captured calls is that of the trajectory's model turns.
-
-    model, url: a replica that was down during the rollout.
-    """
+def _check_complete(doubt: _Doubt, answer: Json, calls: int) -> None:
+    """Raise Unreachable unless this number of captured calls is that of the trajectory's model turns."""
     response = answer.get("response")
     output = response.get("output") if isinstance(response, dict) else None
     turns = _turns(output) if isinstance(output, list) and _items(output) else 0
     if calls != turns:
         detail = (
-            f"{model} was down at {url}, and may have had token data of the rollout: {calls} calls are captured, and "
-            f"the trajectory has {turns} model turns (if it stays down, take that address out of the config)"
+            f"{doubt.model} {doubt.reason.format(url=doubt.url)}, and may have had token data of the rollout: "
+            f"{calls} calls are captured, and the trajectory has {turns} model turns"
         )
-        raise Unreachable(detail, upstream={"service": model, "url": url, "status": None})
+        raise Unreachable(detail, upstream={"service": doubt.model, "url": doubt.url, "status": None})
 
 
 def _has_tokens(answer: Json) -> bool:

@@ -516,6 +516,7 @@ class ServiceProcess(PolledReplica):
         self._has_reported = False
         output = self._log.open()
         child = self._child = await self._place.start(self.state.label, self._spec, output, python)
+        self._spec = self._spec | {"at_new_address": False}  # of its next process
         now = datetime.now(UTC)
         here = {"url": self._place.url, "node": self._place.node}
         self.change(status="starting", detail="", pid=child.pid.result(), started_at=now, restarts=restarts, **here)

@@ -243,7 +243,7 @@ class Supervisor:
             listed=False,
             held=stanza.name in self._trainers,
         )
-        process = self._process(stanza, state, place, "failures")  # the run continues without it
+        process = self._process(stanza, state, place, "failures", at_new_address=True)  # the run continues without it
         self._watched.append(process)
         task = asyncio.create_task(process.run(), name=f"the watch of {state.label}")
         task.add_done_callback(log_error)
@@ -361,13 +361,16 @@ class Supervisor:
             for index, place in enumerate(places)
         ]
 
-    def _process(self, stanza: Stanza, state: ReplicaState, place: ProcessHost, spares: Spares) -> ServiceProcess:
+    def _process(
+        self, stanza: Stanza, state: ReplicaState, place: ProcessHost, spares: Spares, *, at_new_address: bool = False
+    ) -> ServiceProcess:
         assert self._head_file is not None
         settings = self.config.settings
         timeout = self._ready_timeout_s(stanza.kind)
         redact = Redactor([*secrets_of(self.config), self.admin_token, self.run_token or ""])
         tokens = (self.admin_token, self.run_token)
         spec = service_spec(self.config, stanza, self.urls, self.head_url, state.replica, *tokens)
+        spec["at_new_address"] = at_new_address
         limits = RestartLimits(timeout, settings.max_restarts)
         log = self._head_file.logs / f"{state.label}.log"
         venv = venv_of(self.config, stanza)

@@ -1,5 +1,6 @@
 """Calls under /rollouts/{id}: the conversations of clients without token ids become segments."""
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -192,6 +193,7 @@ async def test_segments_are_forgotten_when_they_are_deleted_and_unknown_rollouts
     assert [answer.status_code for answer in (*responses, again)] == [404] * 4
     assert odd.status_code == 422
     assert "no captured call of rollout 'r'" in responses[0].json()["detail"]
+    assert all(answer.json()["kept_s"] > 0 for answer in responses)
     assert "ngym_captured_tokens 0.0" in metrics
 
 
@@ -217,6 +219,48 @@ def test_the_oldest_rollouts_are_forgotten_first_and_counted():
     assert remaining == ["r3", "r4"]
     assert registry.get_sample_value("ngym_captures_forgotten_total", {"why": "full"}) == 3
     assert registry.get_sample_value("ngym_captured_tokens") == 23
+
+
+def keep_call(captures: Captures, rollout: str) -> None:
+    request: Json = {"messages": [{"role": "user", "content": rollout}]}
+    answer: Json = {"choices": [{"message": {"role": "assistant", "content": "y"}}]}
+    captures.keep(captures.ask(rollout, request, repeated=False), answer, Tokens([1], [2], [-0.5], [[0, 1, 7]]), None)
+
+
+def test_captured_calls_are_whole_since_the_start_or_the_last_call_of_a_rollout_that_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    captures, new = Captures(CollectorRegistry(), max_rollouts=2), Captures(CollectorRegistry(), max_rollouts=2)
+    captures.begin(1000)
+    new.begin(1000, at_new_address=True)
+    now = 110.0
+    for kept in (captures, new):
+        keep_call(kept, "first")
+    now = 120.0
+    for kept in (captures, new):
+        keep_call(kept, "second")
+    assert (captures.kept_s(), new.kept_s()) == (20.0, None)
+    now = 130.0
+    for kept in (captures, new):
+        kept.forget("second")  # fetched, so not lost
+        keep_call(kept, "third")
+        keep_call(kept, "fourth")  # drops the first one
+    assert (captures.kept_s(), new.kept_s()) == (20.0, 20.0)
+    segments = captures.segments("third")
+    assert segments is not None and segments["kept_s"] == 20.0
+
+
+def test_a_server_that_is_to_keep_no_tokens_counts_none_as_lost(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    captures = Captures(CollectorRegistry())
+    captures.begin(0)
+    now = 110.0
+    keep_call(captures, "first")
+    keep_call(captures, "second")
+    assert captures.segments("first") is None and captures.kept_s() == 10.0
 
 
 DEEP = '{"a":' + "[" * 600 + "]" * 600 + "}"

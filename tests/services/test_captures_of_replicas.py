@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,12 +44,12 @@ async def silent_server() -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def model_server(port: int, *rollouts: str) -> AsyncIterator[str]:
-    """The URL of a model server that has one captured call of each of these rollouts."""
+async def model_server(port: int, *rollouts: str, **says: float | None) -> AsyncIterator[str]:
+    """The URL of a model server that has one captured call of each of these rollouts. says: more that it answers."""
 
     async def answer(request: web.Request) -> web.Response:
         has = request.path.split("/")[2] in rollouts
-        return web.json_response(CAPTURED) if has else web.json_response({}, status=404)
+        return web.json_response(CAPTURED | says) if has else web.json_response(says, status=404)
 
     app = web.Application()
     app.router.add_get("/rollouts/{rollout}/segments", answer)
@@ -77,9 +77,12 @@ async def segments(captures: rows.CaptureClient, rollout: str, output: list[Any]
     return list(answer.get("ng", {}).get("segments", []))
 
 
-async def collected(dead: str, *more: dict[str, Any]) -> list[Outcome]:
-    """Two rollouts, one after the other, of an agent that answers with these items, too. dead: the URL of a replica."""
-    policy = load(ROOT / "models" / "scripted" / "app.py").app
+async def collected(*dead: str, more: Sequence[dict[str, Any]] = (), starts_again: bool = False) -> list[Outcome]:
+    """Two rollouts, one after the other, of an agent that answers with `more` items, too.
+
+    dead: the URLs of further replicas. starts_again: the model server does, after the first call of the agent.
+    """
+    policy, calls = load(ROOT / "models" / "scripted" / "app.py").app, []
     async with local_services({"policy": {"tokens": True}}, policy=policy) as peers:
         live = peers.urls["policy"][0]
 
@@ -87,6 +90,9 @@ async def collected(dead: str, *more: dict[str, Any]) -> list[Outcome]:
             base_url = f"{live}/rollouts/{request.headers['x-ng-rollout-id']}/v1"
             async with httpx.AsyncClient(base_url=base_url, timeout=PATIENCE_S) as model:
                 items = (await model.post("/responses", json={"input": "one two"})).json()["output"]
+            calls.append(base_url)
+            if starts_again and len(calls) == 1:
+                policy.state.captures.begin(1000)  # what its lifespan begins with
             output = [text_item(items[0]["content"][0]["text"]), *more]
             return web.json_response(scored_row(await request.json(), 0.5, *output))
 
@@ -95,7 +101,7 @@ async def collected(dead: str, *more: dict[str, Any]) -> list[Outcome]:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        peers.urls |= {"agent": [f"http://127.0.0.1:{runner.addresses[0][1]}"], "policy": [live, dead]}
+        peers.urls |= {"agent": [f"http://127.0.0.1:{runner.addresses[0][1]}"], "policy": [live, *dead]}
         try:
             limits = CollectionLimits(concurrency=1, max_attempts=2, retry_s=(0.01,))
             plan = CollectionPlan("agent", repeats=2)
@@ -109,7 +115,7 @@ async def collected(dead: str, *more: dict[str, Any]) -> list[Outcome]:
 
 async def test_a_dead_replica_fails_only_the_rollout_that_may_have_used_it() -> None:
     with reserved_port() as port:
-        found = await collected(f"http://127.0.0.1:{port}", *TWO_TURNS[1:])
+        found = await collected(f"http://127.0.0.1:{port}", more=TWO_TURNS[1:])
     assert [type(outcome) for outcome in found] == [FailedAttempt, Rollout, Rollout]
     assert [len(outcome.row["ng"]["segments"]) for outcome in found[1:]] == [1, 1]
 
@@ -122,7 +128,7 @@ async def test_with_a_silent_replica_a_rollout_is_complete_if_each_of_its_turns_
 
 async def test_with_a_silent_replica_a_rollout_with_a_turn_that_is_not_captured_fails() -> None:
     async with silent_server() as url:
-        found = await collected(url, *TWO_TURNS[1:])
+        found = await collected(url, more=TWO_TURNS[1:])
     assert {type(outcome) for outcome in found} == {FailedAttempt}
     failure = found[-1].row["failure"]
     assert failure["class"] == "connect" and failure["service"] == "policy"
@@ -159,3 +165,40 @@ async def test_a_rollout_whose_calls_ended_with_a_process_is_not_complete() -> N
                     await segments(captures, "r", TWO_TURNS, began)
                 assert await segments(captures, "whole", ONE_TURN, began) == [ANSWER]
                 assert await segments(captures, "later", TWO_TURNS, time.perf_counter()) == [ANSWER]
+
+
+async def test_a_rollout_runs_again_if_its_server_started_again_between_two_contacts() -> None:
+    found = await collected(starts_again=True)
+    assert [type(outcome) for outcome in found] == [FailedAttempt, Rollout, Rollout]
+    assert [len(outcome.row["ng"]["segments"]) for outcome in found[1:]] == [1, 1]
+    failure = found[0].row["failure"]
+    assert failure["class"] == "connect" and failure["retryable"] and failure["service"] == "policy"
+    assert "started again" in failure["message"]
+    assert "0 calls are captured, and the trajectory has 1 model turns" in failure["message"]
+
+
+async def test_what_a_server_that_started_again_may_have_lost_is_compared_with_the_turns() -> None:
+    """Neither server was contacted before."""
+    old, young = model_server(0, "r", kept_s=1e6), model_server(0, "late", kept_s=0)
+    async with old as other, young as new, client(other, new) as captures:
+        began = time.perf_counter()
+        assert await segments(captures, "r", ONE_TURN, began) == [ANSWER]
+        for rollout in ("r", "late"):
+            with pytest.raises(Unreachable, match=f"policy at {new} started again"):
+                await segments(captures, rollout, TWO_TURNS, began)
+        assert await segments(captures, "late", ONE_TURN, began) == [ANSWER]
+
+
+async def test_a_server_that_has_lost_no_call_since_a_rollout_began_is_believed() -> None:
+    async with model_server(0, "r", kept_s=50) as url, client(url) as captures:
+        assert await segments(captures, "r", TWO_TURNS, time.perf_counter()) == [ANSWER]
+        assert await segments(captures, "none", TWO_TURNS, time.perf_counter()) == []
+        with pytest.raises(Unreachable):
+            await segments(captures, "none", TWO_TURNS, time.perf_counter() - 100)
+
+
+@pytest.mark.parametrize("says", [{"kept_s": None}, {}], ids=["a new replica", "another make"])
+async def test_a_server_that_does_not_say_when_it_has_lost_calls_is_believed(says: dict[str, None]) -> None:
+    async with model_server(0, "r", **says) as url, client(url) as captures:
+        assert await segments(captures, "r", TWO_TURNS, 0.0) == [ANSWER]
+        assert await segments(captures, "none", TWO_TURNS, 0.0) == []

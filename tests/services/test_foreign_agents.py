@@ -1,6 +1,7 @@
 """Agents on SDKs that only get a base_url yield trainable rollouts, through /run and through a collector."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import chat_policy
@@ -17,7 +18,7 @@ from ngym import ModelCall, RolloutContext, VerifyRequest, agent, gym_server, mo
 from ngym.collect import CollectionLimits, CollectionPlan, Rollout, collect
 from ngym.collect.rollout_rows import CaptureClient
 from ngym.convert import chat_from_response, create_params, extra_body, overflow_response
-from ngym.errors import ServiceError
+from ngym.errors import NotReady, ServiceError
 from ngym.peers import Peers
 from ngym.services.base.app import load
 
@@ -505,3 +506,90 @@ async def test_with_a_dead_replica_of_the_model_rollouts_of_an_sdk_agent_go_to_t
     failed = [outcome.row["failure"] for outcome in found if not isinstance(outcome, Rollout)]
     assert sum(isinstance(outcome, Rollout) for outcome in found) == 40
     assert {failure["class"] for failure in failed} <= {"connect"} and len(failed) < 10
+
+
+def sampling(model_calls: int, after: Callable[[int], object]) -> FastAPI:
+    """An agent that samples this often under its model_base_url. after: called after each call, with its number."""
+
+    async def respond(request: dict[str, Any], rollout: RolloutContext) -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=rollout.model_base_url, timeout=PATIENCE_S) as model:
+            for number in range(1, model_calls + 1):
+                (await model.post("/responses", json={"input": f"one {number}"})).raise_for_status()
+                after(number)
+        return rollout.answer("done")
+
+    return agent(respond=respond)
+
+
+@pytest.mark.parametrize("lost_after", [1, 2])
+async def test_a_rollout_whose_model_server_started_again_after_a_call_has_to_run_again(lost_after: int):
+    """After the last call it has nothing of the rollout, after the first one only the second call."""
+    policy = load(ROOT / "models" / "scripted" / "app.py").app
+
+    def restart(number: int) -> None:
+        if number == lost_after:
+            policy.state.captures.begin(1000)  # what its lifespan begins with
+
+    apps = {
+        "policy": policy,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": sampling(2, restart),
+    }
+    options = {"policy": {"tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    async with local_services(options, **apps) as peers:
+        with pytest.raises(ServiceError, match="started again") as caught:
+            await peers["actor"].post("/run", {"responses_create_params": {"input": "x"}, "target": 0})
+    assert caught.value.failure == "connect" and caught.value.retryable
+    assert caught.value.upstream == {"service": "policy", "url": peers.urls["policy"][0], "status": None}
+
+
+async def test_captured_calls_are_fetched_where_they_are_after_a_short_503(monkeypatch: pytest.MonkeyPatch):
+    """With other replicas, which have none of the rollout's calls."""
+    servers = {"policy": chat_policy.SCRIPTED.app, "other": chat_policy.app}
+    refusals: list[str] = []
+    for app in servers.values():
+        monkeypatch.setattr(app.state.captures, "segments", refusing_once(app.state.captures.segments, refusals))
+    apps = {
+        **servers,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": sampling(1, lambda number: None),
+    }
+    options = {name: {"tokens": True} for name in servers} | {"actor": {"gym": "env", "model": "policy"}}
+    async with local_services(options, **apps) as peers:
+        apps["actor"].state.context.peers.urls["policy"] += peers.urls["other"]
+        row = await peers["actor"].post("/run", {"responses_create_params": {"input": "x"}, "target": 0})
+    assert len(refusals) == 1 and len(row["ng"]["segments"]) == 1
+
+
+def refusing_once(segments: Callable[[str], Any], refusals: list[str]) -> Callable[[str], Any]:
+    """`Captures.segments`, with a 503 for the first of all requests."""
+
+    def answer(rollout_id: str) -> Any:
+        if not refusals:
+            refusals.append(rollout_id)
+            raise NotReady("too few file descriptors are left", retry_after_s=0.01)
+        return segments(rollout_id)
+
+    return answer
+
+
+async def test_captured_calls_of_a_replica_that_left_are_lost_and_the_rollout_has_to_run_again():
+    servers = {"policy": chat_policy.SCRIPTED.app, "other": chat_policy.app}
+
+    def leave(number: int) -> None:
+        urls = apps["actor"].state.context.peers.urls
+        at = next(url for name, url in both.items() if len(servers[name].state.captures._rollouts))
+        urls["policy"] = [url for url in both.values() if url != at]
+
+    apps = {
+        **servers,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": sampling(1, leave),
+    }
+    options = {name: {"tokens": True} for name in servers} | {"actor": {"gym": "env", "model": "policy"}}
+    async with local_services(options, **apps) as peers:
+        both = {name: peers.urls[name][0] for name in servers}
+        apps["actor"].state.context.peers.urls["policy"] += peers.urls["other"]
+        with pytest.raises(ServiceError, match="is no longer served at") as caught:
+            await peers["actor"].post("/run", {"responses_create_params": {"input": "x"}, "target": 0})
+    assert caught.value.failure == "connect" and caught.value.retryable

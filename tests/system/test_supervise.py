@@ -727,6 +727,11 @@ async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losi
             await until(lambda: len(stack.urls["policy"]) == 2)
             assert [state.label for state in stack.states] == ["policy-0", "policy-1"]
             await peers.refresh()
+            unknown = [
+                await peers.send("GET", f"{url}/rollouts/r/segments", None, {}, 60) for url in stack.urls["policy"]
+            ]
+            started = [answer.json()["kept_s"] is None for answer in unknown]
+            assert started == [False, True], "no captured call can have been lost at an address that no one had"
             done.set()
         assert all(task.result() for task in several)
         done.clear()

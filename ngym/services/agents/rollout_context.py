@@ -17,7 +17,8 @@ import orjson
 from ngym.convert import finish_reason, message_item, new_response, output_text, overflow_response, unfinished
 from ngym.errors import Boundary, PeerTimeout, ServiceError, Unreachable, UpstreamError
 from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, serialize
-from ngym.peer_answers import SHOWN_BYTES
+from ngym.net.load_balancer import SessionReplica
+from ngym.peer_answers import SHOWN_BYTES, kept_since, problem_of
 from ngym.rollout import add_usage, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import (
     PARTS,
@@ -79,6 +80,7 @@ class RolloutContext:
         self._started = time.perf_counter()
         self._usage: Json | None = None
         self._captured_at: str | None = None
+        self._captured_since = 0.0
         self._tool_results: list[tuple[Json, Json]] = []
         self._result_bytes = 0
         self._has_left_out = False
@@ -93,6 +95,7 @@ class RolloutContext:
         """
         if self._captured_at is None:
             self._captured_at = f"{self.model.url}/rollouts/{self.rollout_id}"
+            self._captured_since = time.perf_counter()
         return f"{self._captured_at}/v1"
 
     @property
@@ -281,27 +284,32 @@ class RolloutContext:
         with suppress(UpstreamError, PeerTimeout):  # a server of another make may have no /health
             await self.model.request("/health", None, method="GET", timeout=HEALTH_TIMEOUT_S, idempotent=True)
         if not self._captured_at.startswith(f"{self.model.url}/"):
-            url, name = self._captured_at.rpartition("/rollouts/")[0], self.model.peer.name
-            upstream = {"service": name, "url": url, "status": None}
-            raise Unreachable(f"{name} cannot be reached at {url}, where the agent called it", upstream=upstream)
+            raise self._unreachable("cannot be reached at {url}, where the agent called it")
 
     async def with_captured(self, response: Json) -> Json:
         """The last response, after the calls sampled under `model_base_url` are added to the record.
 
         A model that returns no token data has no captured calls.
+
+        Raises:
+            Unreachable: calls may be lost, so the rollout has to run again.
         """
         if self._captured_at is None:
             return response
-        path = f"/rollouts/{self.rollout_id}/segments"
+        path, model = f"/rollouts/{self.rollout_id}/segments", self.model.peer
+        replica = SessionReplica(self.rollout_id, self._captured_at.rpartition("/rollouts/")[0])
         with Boundary("model_error", "the captured calls could not be fetched"):
-            try:
-                captured = (await self.model.request(path, None, method="GET", idempotent=True)).json()
-            except ServiceError as error:
-                lost = not self._captured_at.startswith(self.model.url)  # with the replica that had them
-                if error.status != 404 or lost:
-                    raise
+            reply = await model.request("GET", path, None, idempotent=True, affinity=replica, accepts=[404])
+            captured: Json = problem_of(reply) if reply.status == 404 else reply.json()
+            if not self._captured_at.startswith(f"{replica.url}/"):
+                raise self._unreachable("is no longer served at {url}, which has the captured calls")
+            if kept_since(captured) > self._captured_since:
+                raise self._unreachable(
+                    "at {url} started again, or dropped calls (captured_tokens), during the rollout"
+                )
+            if reply.status == 404:
                 return response
-            await self.model.request(path, None, method="DELETE", idempotent=True)
+            await model.request("DELETE", path, None, idempotent=True, affinity=replica, accepts=[404])
         elapsed = time.perf_counter() - self._started
         for ago, seconds in captured["spans"]:
             self.spans.append(("model", round(elapsed - ago, 6), seconds))
@@ -312,6 +320,11 @@ class RolloutContext:
         self.turns += captured["calls"]
         self.finish_reasons += captured["finish_reasons"]
         return {**response, "usage": self._usage}
+
+    def _unreachable(self, what: str) -> Unreachable:
+        """The error of the replica where the agent called the model. what: the text, with a place for its URL."""
+        name, url = self.model.peer.name, str(self._captured_at).rpartition("/rollouts/")[0]
+        return Unreachable(f"{name} {what.format(url=url)}", upstream={"service": name, "url": url, "status": None})
 
     def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:
         """The last response with the whole trajectory as its output and the usage of all turns."""

@@ -86,6 +86,7 @@ class ServiceContext:
     admin_token: the token for weight updates.
     tls: the files of ngym.tls, if the run speaks https.
     redact: removes the secrets that this process knows from its outgoing texts.
+    at_new_address: whether no other process has served at this address.
     """
 
     name: str
@@ -98,6 +99,7 @@ class ServiceContext:
     run_token: str | None = None
     tls: Mapping[str, str] | None = None
     redact: Redactor = field(default_factory=lambda: Redactor([]))
+    at_new_address: bool = False
 
 
 def most_result_bytes(options: Any) -> int:

@@ -192,6 +192,7 @@ class ServiceSpec:
     tls: dict[str, str] | None = None
     tracing: tuple[str, float, bool] | None = None  # of ngym.telemetry.tracing.Destination
     logs: Form = "text"
+    at_new_address: bool = False
 
 
 def run(spec: ServiceSpec, sockets: Sequence[socket.socket]) -> int:
@@ -240,8 +241,9 @@ async def _serve(spec: ServiceSpec, module: ModuleType, options: ServiceOptions,
     peers = Peers(spec.urls, spec.head_url, spec.run_token, owner=spec.name, others=spec.others)
     tokens = (spec.admin_token, spec.run_token)
     known = (*secrets_in(spec.options), *(value or "" for value in (*tokens, *spec.others.values())))
+    redact, root = Redactor(known), Path(spec.root)
     context = ServiceContext(
-        spec.name, spec.kind, options, peers, sockets, Path(spec.root), *tokens, spec.tls, Redactor(known)
+        spec.name, spec.kind, options, peers, sockets, root, *tokens, spec.tls, redact, spec.at_new_address
     )
     async with announced(Joining(*spec.joining) if spec.joining else None):
         if hasattr(module, "serve"):

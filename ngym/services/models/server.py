@@ -130,7 +130,7 @@ def model_server(
 
     @asynccontextmanager
     async def running(context: ServiceContext) -> AsyncIterator[None]:
-        captures.begin(context.options.captured_tokens)
+        captures.begin(context.options.captured_tokens, at_new_address=context.at_new_address)
         admission.begin(context.options.max_in_flight, context.options.max_waiting)
         if lifespan is None:
             yield
@@ -253,7 +253,7 @@ async def _segments(request: Request) -> Response:
     rollout_id = str(rollout_of(request))
     segments = captures.segments(rollout_id)
     if segments is None:
-        raise _unknown(rollout_id)
+        raise _unknown(rollout_id, captures)
     return JsonResponse(segments)
 
 
@@ -261,14 +261,15 @@ async def _forget(request: Request) -> Response:
     captures: Captures = request.app.state.captures
     rollout_id = str(rollout_of(request))
     if not captures.forget(rollout_id):
-        raise _unknown(rollout_id)
+        raise _unknown(rollout_id, captures)
     return Response(status_code=204)
 
 
-def _unknown(rollout_id: str) -> NotFound:
+def _unknown(rollout_id: str, captures: Captures) -> NotFound:
     return NotFound(
         f"no captured call of rollout {rollout_id!r}: none was made under /rollouts/{rollout_id}/v1 with token data, "
-        "or it was fetched and deleted, or dropped (ngym_captures_forgotten in /metrics)"
+        "or it was fetched and deleted, or dropped (ngym_captures_forgotten in /metrics)",
+        extra={"kept_s": captures.kept_s()},
     )
 
 

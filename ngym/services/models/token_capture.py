@@ -12,6 +12,7 @@ A call that the client repeats replaces the first one, unless another call has c
 from __future__ import annotations
 
 import json
+import math
 import time
 from array import array
 from collections import OrderedDict
@@ -301,6 +302,7 @@ class Captures:
         self._ttl_s = ttl_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()  # least recently used first
         self._tokens = 0
+        self._kept_since = time.monotonic()
         rollout_count = Gauge("ngym_captured_rollouts", "Rollouts whose calls are kept", registry=registry)
         rollout_count.set_function(lambda: len(self._rollouts))
         tokens = Gauge("ngym_captured_tokens", "Token ids kept of captured calls", registry=registry)
@@ -309,11 +311,23 @@ class Captures:
             "ngym_captures_forgotten", "Rollouts dropped before they were fetched", ["why"], registry=registry
         )
 
-    def begin(self, max_tokens: int) -> None:
-        """Reset, and keep at most this many token ids: 4 bytes each, and 8 for the logprob of a sampled one."""
+    def begin(self, max_tokens: int, *, at_new_address: bool = False) -> None:
+        """Reset, and keep at most this many token ids: 4 bytes each, and 8 for the logprob of a sampled one.
+
+        at_new_address: whether no other process that kept calls can have served there.
+        """
         self._max_tokens = max_tokens
         self._rollouts.clear()
         self._tokens = 0
+        self._kept_since = -math.inf if at_new_address else time.monotonic()
+
+    def kept_s(self) -> float | None:
+        """The seconds in which no call was lost: all calls of a rollout that began in them are here.
+
+        They begin with this process, or with the last call of a rollout that was dropped before it was fetched. None: no
+        call was ever lost.
+        """
+        return None if self._kept_since == -math.inf else round(time.monotonic() - self._kept_since, 6)
 
     def ask(self, rollout_id: str, request: Json, *, repeated: bool) -> PendingCall:
         """Begin a call.
@@ -370,6 +384,7 @@ class Captures:
             "usage": usage,
             "finish_reasons": [call.finish for call in rollout.calls],
             "spans": [[round(now - call.started_at, 6), round(call.seconds, 6)] for call in rollout.calls],
+            "kept_s": self.kept_s(),
         }
 
     def forget(self, rollout_id: str) -> bool:
@@ -393,6 +408,8 @@ class Captures:
                 return
             self.forget(rollout_id)
             self._forgotten.labels(why).inc()
+            if self._max_tokens:  # 0 asks for it
+                self._kept_since = max(self._kept_since, rollout.used_at)
 
 
 def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
