@@ -381,3 +381,43 @@ async def test_a_lost_answer_of_a_tool_is_fetched_and_the_rollout_continues() ->
             network.close()
     assert len(lost) == 2 and all(answer.startswith(b"HTTP/1.1 200") for answer in lost)
     assert shop.call_counts["x"] == 1
+
+
+@pytest.mark.parametrize("error", [ServiceError("not that word"), RuntimeError("a bug")], ids=["refusal", "bug"])
+@pytest.mark.parametrize("waits", [False, True], ids=["gone", "waiting"])
+async def test_the_error_of_a_call_is_logged_by_itself_if_no_caller_waits_for_it(
+    error: Exception, waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    proceed, repeats = asyncio.Event(), IdempotentCalls()
+
+    async def fail(request: Request) -> Response:
+        await proceed.wait()
+        raise error
+
+    app = service_app("gym_server", options=ServiceOptions)
+    add_route(app, "POST", "/fail", repeats.once(fail))
+    async with (
+        local_services(one=app) as peers,
+        httpx.AsyncClient(base_url=peers.urls["one"][0], timeout=PATIENCE_S) as client,
+        asyncio.TaskGroup() as calls,
+    ):
+        gone, waiting = (calls.create_task(client.post("/fail", headers={KEY: "a"})) for _ in range(2))
+        await until_metric(client, "ngym_requests_in_flight 3.0")
+        gone.cancel()
+        await until_metric(client, 'status="499"} 1.0')
+        if not waits:
+            waiting.cancel()
+            await until_metric(client, 'status="499"} 2.0')
+        proceed.set()
+        if waits:
+            assert (await waiting).status_code == 500
+        else:
+            await until(lambda: str(error) in caplog.text)
+    assert ("no caller waits" in caplog.text) is not waits
+    assert not repeats._callers
+
+
+async def until_metric(client: httpx.AsyncClient, line: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while line not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.02)

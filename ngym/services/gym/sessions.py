@@ -266,6 +266,7 @@ class IdempotentCalls:
         self._kept_s = kept_s
         self._max_bytes = max_bytes
         self._running: dict[Call, asyncio.Task[Response]] = {}
+        self._callers: dict[Call, int] = {}  # the number of those that wait for a running call
         self._done: OrderedDict[Call, float] = OrderedDict()  # when each was done, in loop time; oldest first
         self._answers: OrderedDict[Call, Response | ServiceError] = OrderedDict()  # of those calls, as many as fit
         self._of_session: dict[str, list[Call]] = {}
@@ -307,9 +308,14 @@ class IdempotentCalls:
         if task is None:
             task = self._running[call] = asyncio.create_task(in_time(handler, request))
             task.add_done_callback(partial(self._keep, call))
+        self._callers[call] = self._callers.get(call, 0) + 1
         try:
             return await _or_session_end(asyncio.shield(task))
         finally:
+            if self._callers[call] > 1:
+                self._callers[call] -= 1
+            else:
+                del self._callers[call]
             del task  # it holds the error whose traceback holds this frame: such a circle would keep the bodies alive
 
     def _keep(self, call: Call, task: asyncio.Task[Response]) -> None:
@@ -317,6 +323,8 @@ class IdempotentCalls:
         answer: Response | ServiceError | None = None
         if not task.cancelled():
             error = task.exception()
+            if error is not None and call not in self._callers:
+                _log_unseen(call, error)
             if isinstance(error, ServiceError):
                 if error.status in RETRYABLE_STATUSES:
                     return
@@ -362,6 +370,14 @@ async def _or_session_end(call: Awaitable[Response]) -> Response:
         raise _session_lost("was stopped: its session has ended") from None
     finally:
         del call  # as above: a shielded task
+
+
+def _log_unseen(call: Call, error: BaseException) -> None:
+    """Log an error as the service logs one that it answers with, unless the model is to read it."""
+    if isinstance(error, ServiceError) and error.status < 500:
+        return
+    cause = error.__cause__ if isinstance(error, ServiceError) else error
+    log.warning("POST %s, for which no caller waits any more: %s", call[1], error, exc_info=cause)
 
 
 def _known_answer(answer: Response | ServiceError | None) -> Response:
