@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -61,9 +62,15 @@ class RankHost(NamedTuple):
 
 
 def machine_names(hosts: Sequence[RankHost]) -> list[str]:
-    """The name of each rank's machine; with its address where machines have equal names."""
+    """The name of each rank's machine; with its address where machines have equal names.
+
+    A loopback address is not shown. Only the machine of rank 0 can have one, so it is the one without an address.
+    """
     addresses = {host.name: {other.address for other in hosts if other.name == host.name} for host in hosts}
-    return [host.name if len(addresses[host.name]) == 1 else f"{host.name} at {host.address}" for host in hosts]
+    return [
+        host.name if len(addresses[host.name]) == 1 or is_loopback(host.address) else f"{host.name} at {host.address}"
+        for host in hosts
+    ]
 
 
 class LastHeartbeat(NamedTuple):
@@ -93,6 +100,7 @@ class Heartbeat:
         self._machines = machine_names(self.hosts)
         self._last_seen = dict.fromkeys(self._peers, LastHeartbeat(FIRST, 0))
         self._checks = 0
+        self._connection: TCPStore | None = self._store
         self._stopped = threading.Event()
         self._last = FAILED
         # In two threads: a request to the store of a stopped rank blocks until that rank continues.
@@ -181,29 +189,48 @@ class Heartbeat:
         return None
 
     def _watch_peers(self) -> None:
-        while not self._stopped.wait(HEARTBEAT_CHECK_S):
-            self._checks += 1
-            if message := self._dead_ranks_message(MISSED_HEARTBEATS):
-                # the main thread may hang in a collective
+        self._repeat(self._check_peers)
+
+    def _check_peers(self) -> None:
+        self._checks += 1
+        if message := self._dead_ranks_message(MISSED_HEARTBEATS):
+            try:
                 print(f"ng_train: {message}", file=sys.stderr, flush=True)
-                os._exit(1)
+            finally:
+                os._exit(1)  # the main thread may hang in a collective
 
     def _exchange_heartbeats(self) -> None:
-        store: TCPStore | None = self._store
-        while not self._stopped.wait(HEARTBEAT_CHECK_S):
-            try:
-                store = store or _reconnect()
-                store.set(_key(self._rank), str(self._checks))
-                values = store.multi_get(list(map(_key, self._peers)))
-            except RuntimeError:  # the store died with its rank and heartbeats grow old, or it is unreachable
-                store = None  # a late answer on this connection would be taken for that of another request
-                continue
+        self._repeat(self._exchange_heartbeat)
+        if self._connection is not None:
+            with suppress(RuntimeError):
+                self._connection.set(_key(self._rank), self._last)  # type: ignore[arg-type]
+
+    def _exchange_heartbeat(self) -> None:
+        # After an error, a late answer on this connection would be taken for that of another request.
+        store, self._connection = self._connection, None
+        with suppress(RuntimeError):  # the store died with its rank and heartbeats grow old, or it is unreachable
+            store = store or _reconnect()
+            store.set(_key(self._rank), str(self._checks))
+            values = store.multi_get(list(map(_key, self._peers)))
+            self._connection = store
             for peer, value in zip(self._peers, values, strict=True):
                 if value != self._last_seen[peer].value:
                     self._last_seen[peer] = LastHeartbeat(value, self._checks)
-        if store is not None:
-            with suppress(RuntimeError):
-                store.set(_key(self._rank), self._last)  # type: ignore[arg-type]
+
+    def _repeat(self, check: Callable[[], None]) -> None:
+        """Repeat this until the rank leaves, also after an unexpected error: the others would take the rank for dead.
+
+        An error equal to the last one is not shown again.
+        """
+        shown = ""
+        while not self._stopped.wait(HEARTBEAT_CHECK_S):
+            try:
+                check()
+            except Exception as error:  # noqa: BLE001 (no caller gets it)
+                if repr(error) != shown:
+                    shown = repr(error)
+                    with suppress(OSError):  # no one reads the output any more
+                        traceback.print_exc()
 
     def _dead_ranks_message(self, checks: int) -> str | None:
         working = {rank: heartbeat for rank, heartbeat in self._last_seen.items() if heartbeat.value != DONE}
