@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import errno
 import os
+from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 
 from ngym.errors import NgymError, UsageError
@@ -55,7 +57,7 @@ class RowLog:
         give_up_s: float = 600.0,
     ) -> None:
         self.path = path
-        self.duplicates = 0
+        self._repeated: list[tuple[int, int]] = []  # of each duplicate its start, and the bytes of all up to it
         self._key = key
         self._on_stall = on_stall
         self._retry_s = retry_s
@@ -74,8 +76,18 @@ class RowLog:
     def empty(self) -> bool:
         return self._size == 0
 
+    @property
+    def duplicates(self) -> int:
+        """The number of rows that `rows()` has dropped."""
+        return len(self._repeated)
+
+    def start_of(self, line: Line) -> int:
+        """The first byte of a row in the repaired file. line: as `rows()` yields it, with its place before the repair."""
+        before = bisect(self._repeated, line.start, key=itemgetter(0))
+        return line.start - (self._repeated[before - 1][1] if before else 0)
+
     def cut(self, start: int) -> None:
-        """Drop every row from this byte on, where a row starts; after `rows()`, before the first `append`."""
+        """Drop every row from this byte on (`start_of` a row); after `rows()`, before the first `append`."""
         os.ftruncate(self._fd, start)
         self._size = start
 
@@ -92,10 +104,11 @@ class RowLog:
                 continue
             if key in keys:
                 repeated.append(line)
+                size = self._repeated[-1][1] if self._repeated else 0
+                self._repeated.append((line.start, size + line.end - line.start))
                 continue
             keys.add(key)
             yield line
-        self.duplicates = len(repeated)
         try:
             if last is not None and not last.complete:
                 self._repair_tail(last)

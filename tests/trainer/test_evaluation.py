@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -105,6 +106,15 @@ def test_k_attempts_give_the_mean_and_the_unbiased_pass_at_k(tmp_path: Path) -> 
     assert {row["responses_create_params"]["max_output_tokens"] for row in solver.requests} == {77}
     numbers = Counter((row["_ng_task_index"], row["_ng_rollout_index"]) for row in solver.requests)
     assert set(numbers.values()) == {1} and len(numbers) == 3 * 20, "each attempt has a number of its own"
+
+
+def test_held_out_rows_of_later_weights_are_dropped_behind_a_line_that_was_there_twice(tmp_path: Path) -> None:
+    file = tmp_path / "eval_rollouts.jsonl"
+    rows = [json.dumps({"ng": {"rollout_id": "r"}, "_ng_train": {"oldest": oldest}}) + "\n" for oldest in range(4)]
+    file.write_text("".join([rows[0], rows[1], rows[0], rows[2], rows[3]]), "utf-8")
+    kept = live_eval.HeldOutRollouts(file, done=2)
+    asyncio.run(kept.close())
+    assert file.read_text("utf-8") == rows[0] + rows[1]
 
 
 def test_a_reward_that_is_1_but_for_rounding_is_the_whole_reward() -> None:

@@ -524,6 +524,23 @@ def test_the_spool_belongs_to_one_trainer(policy: Path, tmp_path: Path) -> None:
         spool.RolloutFiles(tmp_path / "other.jsonl", lambda number: True)
 
 
+def test_rows_behind_a_line_that_was_there_twice_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    lines = [
+        json.dumps({
+            "_ng_task_index": number,
+            "_ng_rollout_index": 0,
+            "ng": {"rollout_id": f"r{number}"},
+            "_ng_train": {"task": "t", "oldest": number},
+        })
+        for number in (0, 1, 0, 2, 1, 3)
+    ]  # fmt: skip
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    opened = rollout_spool.RolloutFiles(path, lambda number: True)
+    for number in (3, 2, 1, 0):
+        assert [row["ng"]["rollout_id"] for row in opened.rows(number, "t")] == [f"r{number}"]
+
+
 # The order of tasks
 
 

@@ -285,6 +285,21 @@ async def test_a_row_that_appears_twice_is_cut_out_and_the_lock_stays(tmp_path: 
     assert numbers(path) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("first_dropped", [0, 1, 2, 3])
+def test_rows_behind_one_that_appears_twice_have_the_positions_of_the_repaired_file(
+    tmp_path: Path, first_dropped: int
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"".join(line(n) + b"\n" for n in (0, 1, 0, 2, 1, 3)) + b'{"n": 7')
+    log = RowLog(path, key)
+    starts = {each.row["n"]: log.start_of(each) for each in log.rows()}
+    content = path.read_bytes()
+    assert [orjson.loads(content[start:].partition(b"\n")[0])["n"] for start in starts.values()] == [0, 1, 2, 3]
+    log.cut(starts[first_dropped])
+    log.close()
+    assert (numbers(path) if first_dropped else []) == list(range(first_dropped))
+
+
 @pytest.mark.process
 def test_a_second_writer_gets_the_first_ones_pid(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"

@@ -230,7 +230,7 @@ class HeldOutRollouts:
         self._finished = RowLog(file, _identity)
         self._failed = RowLog(file.with_name(f"{file.stem}_failures{file.suffix}"), _identity)
         for log in (self._finished, self._failed):
-            starts = [line.start for line in log.rows() if line.row[TRAINER_FIELD]["oldest"] >= done]
+            starts = [log.start_of(line) for line in log.rows() if line.row[TRAINER_FIELD]["oldest"] >= done]
             if starts:
                 log.cut(starts[0])
 

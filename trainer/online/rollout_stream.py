@@ -86,7 +86,9 @@ class RolloutFiles:
                 record = line.row[TRAINER_FIELD]
                 number, index = line.row["_ng_task_index"], line.row["_ng_rollout_index"]
                 if is_due(number):
-                    self._positions[number, index] = (record["task"], RowPosition(log.path, line.start, line.end))
+                    start = log.start_of(line)
+                    place = RowPosition(log.path, start, start + line.end - line.start)
+                    self._positions[number, index] = (record["task"], place)
 
     def __len__(self) -> int:
         return len(self._positions)
