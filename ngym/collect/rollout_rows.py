@@ -54,23 +54,20 @@ STAGES: dict[FailureClass, str] = {
 }
 
 
-class _Captured(NamedTuple):
-    """What one replica has of a rollout: segments, and the span and finish reason of each call.
-
-    kept_since: since when it has lost no call, by time.perf_counter().
-    """
-
-    segments: list[Segment]
-    calls: list[tuple[Span, FinishReason]]
-    kept_since: float
-
-
 class _Doubt(NamedTuple):
     """A replica that may have served calls which are lost."""
 
     model: str
     url: str
     reason: str
+
+
+class _Captured(NamedTuple):
+    """What one replica has of a rollout: segments, and the span and finish reason of each call."""
+
+    segments: list[Segment]
+    calls: list[tuple[Span, FinishReason]]
+    doubt: _Doubt | None
 
 
 WAS_DOWN = "was down at {url} (if it stays down, take that address out of the config)"
@@ -134,24 +131,23 @@ class CaptureClient:
         if self._models is None:
             raise Unreachable(f"the head at {self._peers.head_url} does not say which services are models")
         models = self._models
-        segments: list[Segment] = []
-        calls: list[tuple[Span, FinishReason]] = []
-        doubts: list[_Doubt] = []
+        found: list[_Captured] = []
+        dead: list[tuple[str, str]] = []
         for model in self._of_agent.get(agent, models):
             for url in self._replicas(model, began):
-                if self._outages.was_down(url, began):
-                    if not self._outages.was_dead(url, began):
-                        doubts.append(_Doubt(model, url, WAS_DOWN))
-                    continue
-                captured = await self._fetch_captured(model, url, rollout_id, began)
-                segments += captured.segments
-                calls += captured.calls
-                if self._outages.has_died(url, began) or captured.kept_since > began:
-                    doubts.append(_Doubt(model, url, STARTED_AGAIN))
-        if doubts:
-            _check_complete(doubts[0], answer, len(calls))
+                if self._outages.was_dead(url, began):
+                    dead.append((model, url))
+                elif self._outages.was_down(url, began):
+                    found.append(_Captured([], [], _Doubt(model, url, WAS_DOWN)))
+                else:
+                    found.append(await self._fetch_captured(model, url, rollout_id, began))
+        if dead and sum(len(each.calls) for each in found) != _model_turns(answer):
+            found += await self._fetch_from_dead(dead, rollout_id, began)
+        segments = [segment for each in found for segment in each.segments]
+        calls = sorted((call for each in found for call in each.calls), key=lambda call: call[0][1])
+        if doubt := next((each.doubt for each in found if each.doubt), None):
+            _check_complete(doubt, answer, len(calls))
         if segments or calls:
-            calls.sort(key=lambda call: call[0][1])
             trace = answer.setdefault("ng", {})
             trace["segments"] = segments
             trace["finish_reasons"] = [finish_reason for _, finish_reason in calls]
@@ -171,6 +167,20 @@ class CaptureClient:
         delisted = [url for (name, url), at in self._delisted_at.items() if name == model and at >= began]
         return sorted({*listed, *delisted, *self._fixed.get(model, ())})
 
+    async def _fetch_from_dead(self, dead: list[tuple[str, str]], rollout_id: str, began: float) -> list[_Captured]:
+        """What replicas have of a rollout where, at the last probe, no process listened: one may have started since.
+
+        dead: the models and URLs of the replicas.
+        """
+        found = []
+        for model, url in dead:
+            try:
+                found.append(await self._fetch_captured(model, url, rollout_id, began))
+            except Unreachable:
+                if not self._outages.was_dead(url, began):
+                    raise
+        return found
+
     async def _fetch_captured(self, model: str, replica: str, rollout_id: str, began: float) -> _Captured:
         url = f"{replica}/rollouts/{rollout_id}/segments"
         upstream, opener = {"service": model, "url": url, "status": None}, self._peers.authorization(model)
@@ -178,7 +188,7 @@ class CaptureClient:
             reply = await self._peers.send("GET", url, None, opener, TIMEOUT_S)
             elapsed = time.perf_counter() - began
             if reply.status in NOT_CAPTURED:
-                return _Captured([], [], kept_since(problem_of(reply)))
+                return _Captured([], [], self._doubt(model, replica, problem_of(reply), began))
             if reply.status == 503:
                 self._outages.record(model, replica, None)
             if reply.status != 200:
@@ -194,7 +204,13 @@ class CaptureClient:
             body: Json = reply.json()
             segments: list[Segment] = body["segments"]
             spans: list[Span] = [("model", round(elapsed - ago, 6), seconds) for ago, seconds in body["spans"]]
-            return _Captured(segments, list(zip(spans, body["finish_reasons"], strict=True)), kept_since(body))
+            calls = list(zip(spans, body["finish_reasons"], strict=True))
+            return _Captured(segments, calls, self._doubt(model, replica, body, began))
+
+    def _doubt(self, model: str, replica: str, answer: Json, began: float) -> _Doubt | None:
+        """The doubt about this answer for the captured calls of a rollout, if the server may have lost some."""
+        is_whole = kept_since(answer) <= began and not self._outages.has_died(replica, began)
+        return None if is_whole else _Doubt(model, replica, STARTED_AGAIN)
 
     async def _config(self) -> Any:
         url, opener = f"{self._peers.head_url}/config", self._peers.authorization(None)
@@ -214,15 +230,20 @@ def _urls_of(stanza: Any) -> list[str]:
 
 def _check_complete(doubt: _Doubt, answer: Json, calls: int) -> None:
     """Raise Unreachable unless this number of captured calls is that of the trajectory's model turns."""
-    response = answer.get("response")
-    output = response.get("output") if isinstance(response, dict) else None
-    turns = _turns(output) if isinstance(output, list) and _items(output) else 0
+    turns = _model_turns(answer)
     if calls != turns:
         detail = (
             f"{doubt.model} {doubt.reason.format(url=doubt.url)}, and may have had token data of the rollout: "
             f"{calls} calls are captured, and the trajectory has {turns} model turns"
         )
         raise Unreachable(detail, upstream={"service": doubt.model, "url": doubt.url, "status": None})
+
+
+def _model_turns(answer: Json) -> int:
+    """The number of model turns in the trajectory of an answer that is not checked yet."""
+    response = answer.get("response")
+    output = response.get("output") if isinstance(response, dict) else None
+    return _turns(output) if isinstance(output, list) and _items(output) else 0
 
 
 def _has_tokens(answer: Json) -> bool:

@@ -202,3 +202,17 @@ async def test_a_server_that_does_not_say_when_it_has_lost_calls_is_believed(say
     async with model_server(0, "r", **says) as url, client(url) as captures:
         assert await segments(captures, "r", TWO_TURNS, 0.0) == [ANSWER]
         assert await segments(captures, "none", TWO_TURNS, 0.0) == []
+
+
+async def test_a_dead_replica_that_starts_between_two_probes_has_the_calls_of_a_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_outages, "PROBE_S", 10 * PATIENCE_S)
+    with reserved_port() as port:
+        async with model_server(0, "r", kept_s=1e6) as other, client(other, f"http://127.0.0.1:{port}") as captures:
+            with pytest.raises(Unreachable):
+                await segments(captures, "r", ONE_TURN, time.perf_counter())
+            began = time.perf_counter()
+            assert await segments(captures, "r", TWO_TURNS, began) == [ANSWER]  # refused again
+            async with model_server(port, "r", kept_s=0):
+                assert await segments(captures, "r", TWO_TURNS, began) == [ANSWER, ANSWER]
