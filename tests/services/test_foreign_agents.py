@@ -561,6 +561,20 @@ async def test_captured_calls_are_fetched_where_they_are_after_a_short_503(monke
     assert len(refusals) == 1 and len(row["ng"]["segments"]) == 1
 
 
+async def test_captured_calls_that_cannot_be_deleted_fail_no_rollout(monkeypatch: pytest.MonkeyPatch):
+    policy = load(ROOT / "models" / "scripted" / "app.py").app
+
+    def forget(rollout_id: str) -> bool:
+        raise ServiceError("a bug")
+
+    monkeypatch.setattr(policy.state.captures, "forget", forget)
+    env = load(ROOT / "gym_servers" / "counter" / "app.py").app
+    options = {"policy": {"tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    async with local_services(options, policy=policy, env=env, actor=sampling(1, lambda number: None)) as peers:
+        row = await peers["actor"].post("/run", {"responses_create_params": {"input": "x"}, "target": 0})
+    assert len(row["ng"]["segments"]) == 1
+
+
 def refusing_once(segments: Callable[[str], Any], refusals: list[str]) -> Callable[[str], Any]:
     """`Captures.segments`, with a 503 for the first of all requests."""
 
