@@ -9,8 +9,9 @@ The `run` of a turn-based environment is a separate task, which waits for the mo
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from anyio.to_thread import run_sync
 from fastapi import Request
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import ImageContent, TextContent
 from pydantic import Field, ValidationError
 from starlette.responses import Response
 from verifiers.v1.dialects import parse_message
@@ -33,6 +35,7 @@ from ngym.rollout import calls_in
 from ngym.schema import RESERVED, Json
 from ngym.services.base.app import add_route
 from ngym.services.base.options import ProjectPath, ServiceContext
+from ngym.services.gym.results import Image, has_image, tool_response
 from ngym.services.gym.step_server import Step, step_server, turns_of
 from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
@@ -69,11 +72,11 @@ class Toolbox:
             raise
         return box
 
-    async def call(self, name: str, arguments: Json, state: vf.State) -> str:
-        """The tool's answer, or its refusal, as the text that the model sees.
+    async def call(self, name: str, arguments: Json, state: vf.State) -> str | list[str | Image]:
+        """The tool's answer, or its refusal, as the model sees it: a text, or texts and images.
 
         Raises:
-            ServiceError: the answer is not text. Any exception of the tool but MCP's ToolError is raised unchanged.
+            ServiceError: the answer has something else. Any exception of the tool but MCP's ToolError is raised unchanged.
         """
         server, own_name = self.tools[name]
         token = _state.set(state)
@@ -85,10 +88,8 @@ class Toolbox:
             raise error.__cause__ from None  # a crash, which the SDK also wraps in a ToolError
         finally:
             _state.reset(token)
-        texts = [getattr(block, "text", None) for block in getattr(result, "content", [])]
-        if not all(isinstance(text, str) for text in texts):
-            raise ServiceError(f"tool {name!r} answered with more than text", failure="tool_error")
-        return "\n".join(str(text) for text in texts)
+        parts = [_shown(block, name) for block in getattr(result, "content", [])]
+        return parts if has_image(parts) else "\n".join(map(str, parts))
 
     async def _take(self, toolset: vf.Toolset[Any, Any], data: vf.TaskData | None) -> None:
         _bind(toolset)
@@ -108,6 +109,16 @@ class Toolbox:
             )
         self.tools[name] = (server, tool.name)
         self.tool_definitions.append(describe_tool(name, tool.description, tool.input_schema))
+
+
+def _shown(block: Any, tool: str) -> str | Image:
+    match block:
+        case TextContent():
+            return str(block.text)
+        case ImageContent():
+            with suppress(ValueError):
+                return Image(base64.b64decode(block.data))
+    raise ServiceError(f"tool {tool!r} answered with more than text and images", failure="tool_error")
 
 
 def toolsets_of(environment: Environment) -> Toolsets:
@@ -310,7 +321,7 @@ class Bridge:
             )
         return observation
 
-    async def call(self, name: str, arguments: Json, session: Session) -> str:
+    async def call(self, name: str, arguments: Json, session: Session) -> str | list[str | Image]:
         """Call a tool. Returns its answer."""
         rollout = await self._rollout_of(session["task"]["task_data"], session)
         box = rollout.tools if name in rollout.tools.tools else self.shared
@@ -439,8 +450,10 @@ async def scores_a_plain_answer(bridge: Bridge, task: Task) -> bool:
 
 async def call_tool(name: str, arguments: Json, session: Session, request: Request) -> Response:
     with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
-        text: str = await app.state.bridge.call(name, arguments, session)
-        return Response(text.encode("utf-8", "replace"), media_type="text/plain")
+        answer: str | list[str | Image] = await app.state.bridge.call(name, arguments, session)
+        if isinstance(answer, str):
+            return Response(answer.encode("utf-8", "replace"), media_type="text/plain")
+        return tool_response(answer, name, "")
 
 
 async def reset(task: Task, session: Session) -> str:

@@ -20,7 +20,14 @@ from verifiers.v1.configs.agent import WireAgentConfig, agent_config_fields
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.state import State, state_cls
 from verifiers.v1.trace import ModelCall
-from verifiers.v1.types import ImageUrlContentPart, ToolCall, Usage
+from verifiers.v1.types import (
+    ImageUrlContentPart,
+    ImageUrlSource,
+    MessageContent,
+    TextContentPart,
+    ToolCall,
+    Usage,
+)
 from verifiers.v1.utils.decorators import discover_decorated, invoke
 from verifiers.v1.utils.loaders import environment_class
 
@@ -61,10 +68,10 @@ def messages_of(items: Sequence[Json]) -> list[vf.Message]:
         if kind == "function_call_output":
             call_id = item["call_id"]
             messages.append(
-                vf.ToolMessage(tool_call_id=call_id, content=_text(item.get("output")), name=names.get(call_id))
+                vf.ToolMessage(tool_call_id=call_id, content=_parts(item.get("output")), name=names.get(call_id))
             )
         elif kind == "message" and item.get("role") != "assistant":
-            messages.append(vf.UserMessage(content=_text(item.get("content"))))
+            messages.append(vf.UserMessage(content=_parts(item.get("content"))))
         else:
             _say(messages, kind, item)
     return messages
@@ -112,6 +119,18 @@ def _text(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     return "".join(part.get("text") or "" for part in content)
+
+
+def _parts(content: Any) -> MessageContent:
+    """An item's content as verifiers has it: a text, or texts and images."""
+    if not isinstance(content, list) or all(part.get("type") != "input_image" for part in content):
+        return _text(content)
+    return [
+        ImageUrlContentPart(image_url=ImageUrlSource(url=part["image_url"]))
+        if part.get("type") == "input_image"
+        else TextContentPart(text=_text([part]))
+        for part in content
+    ]
 
 
 def _content(message: vf.Message) -> Any:

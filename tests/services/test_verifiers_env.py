@@ -193,6 +193,66 @@ async def test_a_setup_that_fails_is_tried_again_by_the_next_call_of_the_session
         assert (await session.post("/verify", rollout(row, says("done"))))["reward"] == 1.0
 
 
+SCREEN = """
+import base64
+
+import verifiers.v1 as vf
+from mcp.server.mcpserver import Image
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4z8DwHwAFAAH/iZk9HQAAAABJRU5ErkJggg=="
+)
+
+
+class ScreenToolset(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    def look(self) -> list:
+        return ["The screen:", Image(data=PNG, format="png")]
+
+
+class ScreenConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class ScreenTask(vf.Task[vf.TaskData, vf.State, ScreenConfig]):
+    @classmethod
+    def toolsets(cls, config: ScreenConfig) -> list[vf.Toolset]:
+        return [ScreenToolset(config.tools)]
+
+    @vf.reward
+    async def seen(self, trace: vf.Trace) -> float:
+        return float(sum(part.type == "image_url" for message in trace.tool_messages for part in message.content))
+
+
+class ScreenTasksetConfig(vf.TasksetConfig):
+    task: ScreenConfig = ScreenConfig()
+
+
+class ScreenTaskset(vf.Taskset[ScreenTask, ScreenTasksetConfig]):
+    def load(self) -> list[ScreenTask]:
+        return [ScreenTask(vf.TaskData(prompt="Look."), self.config.task)]
+
+
+__all__ = ["ScreenTaskset"]
+"""
+
+
+@pytest.mark.soak
+async def test_the_model_and_the_rewards_see_images_of_tools(tmp_path: Path, shared_venvs: Path) -> None:
+    (tmp_path / "screen.py").write_text(SCREEN)
+    stanza = environment("screen") | {"path": str(tmp_path)}
+    async with serve_verifiers(tmp_path, shared_venvs, {"screen": stanza}) as peers:
+        (row,) = await rows_of(peers, "screen", "?limit=1")
+        session = peers["screen"].session()
+        seeded = await session.post("/seed_session", row)
+        (tool,) = (tool["name"] for tool in seeded["tools"])
+        text, image = parts = await session.post(f"/{tool}", {})
+        assert text == {"type": "input_text", "text": "The screen:"} and image["type"] == "input_image"
+        (call,) = calls((tool, {}))
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": parts}
+        assert (await session.post("/verify", rollout(row, call, output, says("Red."))))["reward"] == 1.0
+
+
 @pytest.mark.soak
 async def test_what_cannot_be_served_is_refused_at_the_start_in_one_line(tmp_path: Path, shared_venvs: Path) -> None:
     with pytest.raises(NgymError, match="environment 'no_such_one' cannot be loaded: ModuleNotFoundError"):
