@@ -151,12 +151,12 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
         policy = load_reward_model(recipe.model, tokenizer, recipe.seed)
     else:
         policy = load_policy(recipe.model, tokenizer, recipe.seed, temperature(recipe))
-    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
-        policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr)
     if has_vision(policy.network) and recipe.live and recipe.live.transport == "lora":
         raise ConfigError("rollouts.transport: lora is not supported for models with images; use http, which merges it")
     if not isinstance(policy.images, str) and (reason := _images_problem(recipe)):
         policy.images = reason
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
+        policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr, policy.images)
     if dropout := unused_dropout(policy.network):
         text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
         job.say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")
@@ -174,14 +174,9 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
 
 def _images_problem(recipe: Recipe) -> str | None:
     """The reason why rows with images cannot be trained with this recipe."""
-    algorithm, engine_options = recipe.algorithm, recipe.engine
-    teaches = isinstance(algorithm, PolicyGradientOptions) and algorithm.teacher is not None
-    values = isinstance(algorithm, PolicyGradientOptions) and algorithm.critic is not None
     problems = {
-        "engine.sequence_parallel": engine_options.sequence_parallel > 1,
-        "engine.tensor_parallel": engine_options.tensor_parallel > 1,
-        "algorithm.critic": values,
-        "algorithm.teacher": teaches,
+        "engine.sequence_parallel": recipe.engine.sequence_parallel > 1,
+        "engine.tensor_parallel": recipe.engine.tensor_parallel > 1,
     }
     key = next((key for key, given in problems.items() if given), None)
     return key and f"images are not supported with {key}"

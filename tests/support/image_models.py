@@ -163,8 +163,8 @@ def segment_with(reader: ImageReader, contents: Sequence[bytes], answer: list[in
     return samples.Segment(ids + answer, [(len(ids), len(ids) + len(answer))], tuple(placed))
 
 
-def hugging_face_logprobs(network: Any, reader: ImageReader, segment: samples.Segment) -> torch.Tensor:
-    """Log p of the trained tokens of one segment by the model's own forward, [N]."""
+def hugging_face_inputs(reader: ImageReader, segment: samples.Segment) -> dict[str, Any]:
+    """The arguments of the model's own forward for one segment."""
     from ngym.trainer.model.images import GRID, open_image
 
     inputs: dict[str, Any] = {"input_ids": torch.tensor([segment.token_ids])}
@@ -176,6 +176,12 @@ def hugging_face_logprobs(network: Any, reader: ImageReader, segment: samples.Se
             types = torch.zeros(1, len(segment.token_ids), dtype=torch.int64)
             types[0, [place for image in segment.images for place in image.places]] = 1
             inputs["mm_token_type_ids"] = types
+    return inputs
+
+
+def hugging_face_logprobs(network: Any, reader: ImageReader, segment: samples.Segment) -> torch.Tensor:
+    """Log p of the trained tokens of one segment by the model's own forward, [N]."""
+    inputs = hugging_face_inputs(reader, segment)
     logprobs_TV = network(**inputs, use_cache=False).logits[0, :-1].log_softmax(-1)
     logprobs_T = logprobs_TV.gather(1, inputs["input_ids"][0, 1:, None]).squeeze(1)
     return torch.cat([logprobs_T[start - 1 : end - 1] for start, end in segment.spans])

@@ -392,9 +392,3 @@ def test_a_model_that_reads_other_media_is_refused(tmp_path: Path) -> None:
     Qwen2AudioConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="a model of type qwen2_audio also reads media other than images"):
         policy.load_policy(recipe.ModelOptions(path=str(tmp_path)), tokenizer, 0)
-
-
-def test_a_reward_model_on_a_model_with_images_is_refused(checkpoint: tuple[Path, Any]) -> None:
-    model = recipe.ModelOptions(path=str(checkpoint[0]))
-    with pytest.raises(ConfigError, match="a model of type idefics3 reads images; choose a model of text"):
-        policy.load_reward_model(model, policy.load_tokenizer(model), 0)

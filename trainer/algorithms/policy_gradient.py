@@ -149,8 +149,11 @@ def create(setup: Setup) -> PolicyGradient:
     assert isinstance(options, PolicyGradientOptions)
     reference = initial_policy(setup, options.temperature) if options.kl.coef > 0 else None
     teacher = None if options.teacher is None else open_teachers(setup, options.teacher, options.temperature)
+    policy = setup.engine.policy
+    if teacher is not None and not isinstance(policy.images, str):
+        policy.images = teacher.images_problem(policy.images) or policy.images
     updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
-    return PolicyGradient(options, updates, reference, teacher, setup.engine.policy.images)
+    return PolicyGradient(options, updates, reference, teacher, policy.images)
 
 
 def initial_policy(setup: Setup, temperature: float) -> Callable[[MicroBatch], Tensor]:

@@ -38,6 +38,7 @@ from ngym.peer_answers import is_context_overflow, words
 
 from ..data.samples import RolloutSample, Sample, SampledSegment, Segment
 from ..engine.engine import Engine, score
+from ..model.images import ImageReader, placeholder_problem
 from ..model.packing import MicroBatch, pack
 from ..model.policy import ModelRefused, Policy, load_policy, load_tokenizer
 from ..model.teacher_divergence import Distributions, TopK
@@ -74,6 +75,9 @@ class OpenTeacher(Protocol):
 
     def distributions(self, packed: MicroBatch) -> Distributions:
         """Its distributions of them."""
+
+    def images_problem(self, images: ImageReader) -> str | None:
+        """The reason why it cannot score rollouts with the images of a policy that reads them in this way, or None."""
 
 
 class Teachers:
@@ -135,6 +139,11 @@ class Teachers:
         shares = zip(inputs, self._teachers, strict=True)
         return sum(share.weight for asked, (share, _, _) in shares if asked is not None)
 
+    def images_problem(self, images: ImageReader) -> str | None:
+        """The reason why a teacher cannot score rollouts with images, or None."""
+        problems = (teacher.images_problem(images) for _, teacher, _ in self._teachers)
+        return next((problem for problem in problems if problem is not None), None)
+
     def distributions(self, packed: MicroBatch) -> Distributions:
         """Those of the only teacher."""
         [(_, teacher, _)] = self._teachers
@@ -146,13 +155,16 @@ class Hint:
 
     The prompt of a segment ends with the template's generation prompt; the message goes before it, as a user's message.
 
+    as_parts: contents of messages are lists, which templates of models with images read.
+
     Raises:
         ConfigError: the chat template cannot render such a message.
     """
 
-    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, *, as_parts: bool = False) -> None:
         self._text = text
         self._tokenizer = tokenizer
+        self._as_parts = as_parts
         self._question = self._render(QUESTION)
         answering = self._render(QUESTION, prompt=True)
         if not answering.startswith(self._question) or answering == self._question:
@@ -178,7 +190,9 @@ class Hint:
                 "algorithm.teacher.hint: a prompt does not end with the generation prompt of the policy's chat template"
             )
         token_ids = [*segment.token_ids[:place], *hint, *segment.token_ids[place:]]
-        return replace(segment, token_ids=token_ids, spans=[(a + len(hint), b + len(hint)) for a, b in segment.spans])
+        spans = [(a + len(hint), b + len(hint)) for a, b in segment.spans]
+        images = tuple(image if image.places[0] < place else image.moved(len(hint)) for image in segment.images)
+        return replace(segment, token_ids=token_ids, spans=spans, images=images)
 
     def _hint_ids(self, text: str) -> list[int]:
         rendered = self._render(QUESTION, {"role": "user", "content": text})
@@ -187,8 +201,11 @@ class Hint:
         return self._ids(rendered[len(self._question) :])
 
     def _render(self, *messages: dict[str, str], prompt: bool = False) -> str:
+        given: list[Any] = [*messages]
+        if self._as_parts:
+            given = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
-            return str(self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=prompt))
+            return str(self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt))
         except Exception as error:  # jinja raises errors of any type
             raise ConfigError(
                 f"algorithm.teacher.hint: the model's chat template refuses a second message of the user: {error}"
@@ -205,12 +222,13 @@ def open_teachers(setup: Setup, options: Teacher, temperature: float) -> Teacher
         ConfigError: as `open_teacher`, or a hint cannot be inserted.
     """
     top_k = 0 if options.beta is None else options.top_k
+    as_parts = not isinstance(setup.engine.policy.images, str)
     return Teachers(
         [
             (
                 share,
                 open_teacher(setup, share, temperature, whole=options.beta is not None, top_k=top_k),
-                None if share.hint is None else Hint(share.hint, setup.tokenizer),
+                None if share.hint is None else Hint(share.hint, setup.tokenizer, as_parts=as_parts),
             )
             for share in options.sources
         ]
@@ -280,6 +298,9 @@ class CurrentPolicy:
     def distributions(self, packed: MicroBatch) -> Distributions:
         raise UsageError("algorithm.teacher.beta: not with current_policy")
 
+    def images_problem(self, images: ImageReader) -> str | None:
+        return None
+
 
 class Checkpoint:
     """A frozen network. key: of the recipe, with its folder, for messages."""
@@ -294,13 +315,26 @@ class Checkpoint:
 
     @torch.no_grad()
     def logprobs(self, packed: MicroBatch) -> Tensor:
-        return self._check_length(packed).logprobs(packed)
+        return self._check_segments(packed).logprobs(packed)
 
     def distributions(self, packed: MicroBatch) -> Distributions:
-        return self._check_length(packed).distributions(packed)
+        return self._check_segments(packed).distributions(packed)
 
-    def _check_length(self, packed: MicroBatch) -> Policy:
+    def images_problem(self, images: ImageReader) -> str | None:
+        own = self._policy.images
+        problem = own if isinstance(own, str) else placeholder_problem(own, images)
+        return problem and f"images are not supported with {self._key}: {problem}"
+
+    def _check_segments(self, packed: MicroBatch) -> Policy:
+        """Check that the network reads these segments, and return it."""
         check_context(packed, self._policy, self._key)
+        for image in (image for segment in packed.segments for image in segment.images):
+            assert not isinstance(self._policy.images, str), "rows with images are refused"
+            if (count := self._policy.images.count(image.content)) != len(image.places):
+                raise UsageError(
+                    f"{self._key}: it has {count} placeholders for an image that has {len(image.places)} in a rollout; "
+                    "its processor must be the policy's"
+                )
         return self._policy
 
 
@@ -383,6 +417,9 @@ class Server:
     def tokens(self, text: str) -> list[int]:
         """The server's own token ids of a text."""
         return list(self._tokenize(text)["tokens"])
+
+    def images_problem(self, images: ImageReader) -> str | None:
+        return f"images are not supported with algorithm.teacher.url: {self._url}; name a checkpoint, with path"
 
     def ask_again(self) -> None:
         """Empty the cache of answers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
@@ -39,6 +39,10 @@ class PlacedImage:
         """The image with its key."""
         digest = blake2b(content, digest_size=7).digest()
         return cls(content, tuple(places), -1 - int.from_bytes(digest))
+
+    def moved(self, offset: int) -> PlacedImage:
+        """The image with its placeholders so many tokens further back."""
+        return replace(self, places=tuple(place + offset for place in self.places))
 
 
 class ImageTokens(Protocol):

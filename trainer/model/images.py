@@ -38,6 +38,7 @@ KEPT_BYTES = 2 << 30  # of prepared images, which several passes read: one of a 
 GRID = "image_grid_thw"  # of Qwen's families: patches of each image in time, height and width
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 PROBE_LAYERS = 2
+COMPARED_SIZES = ((64, 96), (128, 64), (640, 480), (1080, 1920))  # of images, in pixels
 
 
 class UnusableImages(Exception):
@@ -257,6 +258,18 @@ def _load_processor(path: str, *, images_only: bool) -> Any:
 def _first_line(error: BaseException) -> str:
     """The first line of an error that has text, up to 300 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def placeholder_problem(teacher: ImageReader, policy: ImageReader) -> str | None:
+    """The reason why a teacher cannot read the images in the policy's token ids, or None. Sizes are samples."""
+    if teacher.token_id != policy.token_id:
+        return f"the token of its images has the id {teacher.token_id}, the policy's {policy.token_id}"
+    for width, height in COMPARED_SIZES:
+        content = _picture(width, height)
+        counts = teacher.count(content), policy.count(content)
+        if counts[0] != counts[1]:
+            return f"an image of {width}x{height} has {counts[0]} placeholders there, and {counts[1]} with the policy"
+    return None
 
 
 def has_vision(network: PreTrainedModel) -> bool:

@@ -48,24 +48,48 @@ class ModelRefused(ConfigError):
 
 
 class CriticNetwork(nn.Module):
-    """A decoder with a scalar head.
+    """A decoder with a scalar head, and with an encoder of images if the policy reads them.
 
     Args:
         network: the policy's current one; an adapter in it is copied too, and then trained as the policy's is.
         lr: the full learning rate; None for the policy's.
+        images: how the policy reads images, or the reason why it does not.
     """
 
-    def __init__(self, network: PreTrainedModel, lr: float | None) -> None:
+    def __init__(self, network: PreTrainedModel, lr: float | None, images: ImageReader | str = TEXT_ONLY) -> None:
         super().__init__()
-        self.backbone = copy.deepcopy(network.get_decoder())
+        self.backbone = copy.deepcopy(network.get_decoder() if isinstance(images, str) else network.base_model)
+        self.images = images
+        self.always_encodes = False  # as in TrainedNetwork
         self.head = nn.Linear(network.get_output_embeddings().in_features, 1, bias=False)
         nn.init.zeros_(self.head.weight)
         self.lr = lr
 
     def forward(self, packed: MicroBatch, group: SequenceParallelGroup | None = None) -> Tensor:
         """The value of the state in which each trained token was chosen, float32 [N]."""
-        values_N: Tensor = self.head(states(self.backbone, packed, group)).squeeze(1).float()
+        hidden_NH = read_states(self.backbone, packed, group, self.images, always_encodes=self.always_encodes)
+        values_N: Tensor = self.head(hidden_NH).squeeze(1).float()
         return values_N if group is None else group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
+
+
+def read_states(
+    network: PreTrainedModel,
+    packed: MicroBatch,
+    group: SequenceParallelGroup | None,
+    images: ImageReader | str,
+    *,
+    always_encodes: bool,
+) -> Tensor:
+    """The hidden states that predict the trained tokens, [N, H]; with a group, those of this rank.
+
+    images: how the network reads images, or the reason why it does not. always_encodes: as in TrainedNetwork.
+    """
+    if not packed.images and always_encodes and not isinstance(images, str):
+        packed = pack([*packed.samples, images.example], packed.token_ids_T.device)
+    if not packed.images:
+        return states(network.get_decoder(), packed, group)
+    assert not isinstance(images, str), "rows with images are refused"
+    return states(network.base_model, packed, group, images.inputs(network, packed))
 
 
 @contextmanager
@@ -104,12 +128,7 @@ class TrainedNetwork(nn.Module):
 
     def states(self, packed: MicroBatch) -> Tensor:
         """The hidden states that predict the trained tokens, [N, H]; with a group, those of this rank."""
-        if not packed.images and self.always_encodes and not isinstance(self.images, str):
-            packed = pack([*packed.samples, self.images.example], packed.token_ids_T.device)
-        if not packed.images:
-            return states(self.network.get_decoder(), packed, self.group)
-        assert not isinstance(self.images, str), "rows with images are refused"
-        return states(self.network.base_model, packed, self.group, self.images.inputs(self.network, packed))
+        return read_states(self.network, packed, self.group, self.images, always_encodes=self.always_encodes)
 
     @property
     def context(self) -> int:
