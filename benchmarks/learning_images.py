@@ -2,11 +2,11 @@
 
 The reward is the share of the right letter in its text (gym_servers/letters); only the image shows which it is, so a
 policy that ignores the image gets 0.25. `ng_train letters.yaml` with vLLM and the services live; held-out images have
-shades that no training image has. The vision encoder keeps its random weights.
+shades that no training image has. The vision encoder keeps its random weights, unless `--train-vision` is given.
 
 With --turns, a task is an episode with an image for each turn, which an environment shows in its observations.
 
-    python benchmarks/learning_images.py [--seeds 0 1 2] [--steps 120] [--turns 3]
+    python benchmarks/learning_images.py [--seeds 0 1 2] [--steps 120] [--turns 2] [--train-vision]
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--turns", type=int, default=0, help="images of an episode; 0: one, in the task")
+    parser.add_argument("--train-vision", action="store_true")
     parser.add_argument("--folder", type=Path, default=Path("runs/learning_images"))
     options = parser.parse_args()
     print("| seed | sampled: before | after | greedy: before | after | seconds |\n|---|---|---|---|---|---|")
@@ -86,7 +87,8 @@ def main() -> None:
         write_tasks(folder, random.Random(seed), options.turns)
         write_policy(folder / "policy", seed)
         began = time.monotonic()
-        train(folder, seed, options.steps, group=16 if options.turns else 8)
+        group = 16 if options.turns else 8
+        train(folder, seed, options.steps, group=group, train_vision=options.train_vision)
         print(result(folder / "run" / "metrics.jsonl", seed, time.monotonic() - began), flush=True)
 
 
@@ -164,13 +166,14 @@ def write_policy(folder: Path, seed: int) -> None:
     processor.save_pretrained(folder)
 
 
-def train(folder: Path, seed: int, steps: int, *, group: int) -> None:
+def train(folder: Path, seed: int, steps: int, *, group: int, train_vision: bool) -> None:
     words = {
         "output": folder / "run",
         "seed": seed,
         "model.from_scratch": "null",
         "model.tokenizer": "null",
         "model.path": folder / "policy",
+        "model.train_vision": str(train_vision).lower(),
         "rollouts.tasks": folder / "train.jsonl",
         "rollouts.services": folder / "services.yaml",
         "rollouts.policy_app": "null",

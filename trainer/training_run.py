@@ -155,6 +155,10 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
         raise ConfigError("rollouts.transport: lora is not supported for models with images; use http, which merges it")
     if not isinstance(policy.images, str) and (reason := _images_problem(recipe)):
         policy.images = reason
+    _check_vision(recipe, policy)
+    if policy.unused_vision:
+        names = ", ".join(policy.unused_vision)
+        job.say(f"model.train_vision: no image depends on these weights, which stay as they are: {names}")
     if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
         policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr, policy.images)
     if dropout := unused_dropout(policy.network):
@@ -182,6 +186,12 @@ def _images_problem(recipe: Recipe) -> str | None:
     return key and f"images are not supported with {key}"
 
 
+def _check_vision(recipe: Recipe, policy: TrainedNetwork) -> None:
+    """Raise ConfigError if the encoder of images is to be trained and no row can have images."""
+    if recipe.model.train_vision and isinstance(policy.images, str):
+        raise ConfigError(f"model.train_vision: {policy.images}; set it to false")
+
+
 class TrainingRun:
     """Training from the loaded policy, or from the newest checkpoint, to the saved one."""
 
@@ -192,6 +202,7 @@ class TrainingRun:
         models = {name: digest for name in _models(recipe) if (digest := model_digest(name)) is not None}
         _check_files(job, models)
         self._algorithm = recipe.algorithm.create(Setup(recipe, learner, tokenizer))
+        _check_vision(recipe, learner.policy)  # teachers may read no images
         parts = Parts(recipe, learner, self._algorithm, tokenizer)
         self._source = LiveSource(parts, job.services, job.say) if recipe.live else FileSource(parts, job.say)
         self._guard = NanGuard(recipe.output / SKIPPED if self._is_main else None, recipe.max_skipped)

@@ -28,15 +28,18 @@ def picture(colour: str) -> dict[str, Any]:
     return {"type": "input_image", "image_url": data_url(png(colour))}
 
 
-def logprobs(network: Any, folder: Path, colours: list[str], ids: list[int], first: int) -> list[float]:
+def logprobs(
+    network: Any, folder: Path, colours: list[str], ids: list[int], first: int, bias: float = BIAS
+) -> list[float]:
     import torch
     from transformers import AutoProcessor
 
     images = [open_image(png(colour)) for colour in colours]
-    pixels = AutoProcessor.from_pretrained(folder).image_processor(images, return_tensors="pt")
+    prepare = AutoProcessor.from_pretrained(folder).image_processor
+    pixels = prepare(images, return_tensors="pt") if images else {}
     with torch.no_grad():
         logits_TV = network(input_ids=torch.tensor([ids]), **pixels).logits[0, first - 1 : -1]
-    logits_TV[:, : len(SPECIAL)] += BIAS
+    logits_TV[:, : len(SPECIAL)] += bias
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(ids[first:])[:, None])[:, 0].tolist()
 
 
@@ -60,6 +63,49 @@ def test_images_reach_the_model_in_every_turn_and_after_calls_that_do_not_genera
             history += answer["output"]
         _captured_calls(server, sampling)
         _after_calls_that_do_not_generate(server)
+
+
+def test_a_pushed_encoder_is_used_for_images_that_were_computed_before(tmp_path: Path, root: Path) -> None:
+    """vLLM keeps the vectors of images that it has seen, and the keys and values of their placeholders."""
+    from ngym.trainer.weights import push, replica
+
+    folder, text = tmp_path / "policy", [40, 41, 42, 50, 51, 52]
+    network = write_image_model(folder, "idefics3", std=0.2)
+    encoder = [parameter for name, parameter in network.named_parameters() if "text_model" not in name]
+    asked = {"input": [user([picture("red"), {"type": "input_text", "text": "what is this?"}])], "ignore_eos": True}
+    asked |= {"max_output_tokens": 12, "logit_bias": NO_SPECIAL}
+    stanza = {"options": {"model": str(folder)}, "admin_token": "a token for this test only"}
+    with Servers(tmp_path, root, {"policy": stanza}) as servers:
+        url, token, sent = servers["policy"].url, stanza["admin_token"], list[int]()
+        pushers = [push.Pusher([url], token, transport=transport) for transport in ("http", "delta")]
+        for pusher in (*pushers, pushers[1]):  # the first delta is a whole checkpoint
+            said = servers["policy"].answer(**asked)["output"][-1]
+            prompt, sampled = said["prompt_token_ids"], said["generation_token_ids"]
+            before = logprobs(network, folder, ["red"], prompt + sampled, len(prompt))
+            assert said["generation_log_probs"] == pytest.approx(before, abs=1e-4)
+            change(encoder)
+            after = logprobs(network, folder, ["red"], prompt + sampled, len(prompt))
+            assert after != pytest.approx(before, abs=0.1)
+            proof = replica.LogprobProof(text, logprobs(network, folder, [], text, 1, bias=0.0))
+            done = pusher.push(pusher.prepare() + 1, network.state_dict(), proof)
+            assert done.difference < 1e-4
+            sent.append(done.bytes)
+        assert sent[2] < sent[1] / 2
+        said = servers["policy"].answer(**asked)["output"][-1]
+        ids = said["prompt_token_ids"] + said["generation_token_ids"]
+        exact = logprobs(network, folder, ["red"], ids, len(said["prompt_token_ids"]))
+        assert said["generation_log_probs"] == pytest.approx(exact, abs=1e-4)
+        for pusher in pushers:
+            pusher.finish()
+
+
+def change(parameters: list[Any]) -> None:
+    """Add noise to a part of each parameter: a delta carries few values."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter[::4] += 0.2 * torch.randn_like(parameter[::4])
 
 
 def digest(colour: str) -> str:
@@ -95,7 +141,7 @@ def _after_calls_that_do_not_generate(server: Server) -> None:
     assert server.answer(input=[user([picture("pink")])], max_output_tokens=2)["usage"]["input_tokens"] == counted
 
 
-def train_on_live_rollouts(folder: Path, rows: list[dict[str, Any]], gym: str, agent: str, tokens: int) -> None:
+def train_on_live_rollouts(folder: Path, rows: list[dict[str, Any]], gym: str, agent: str, **more: Any) -> None:
     """Four steps of `ng_train letters.yaml` on these tasks; each agrees with vLLM's log-probabilities."""
     write_image_model(folder / "policy", "idefics3", std=0.02, hidden_size=128, num_attention_heads=4)
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,8 +159,8 @@ def train_on_live_rollouts(folder: Path, rows: list[dict[str, Any]], gym: str, a
         "rollouts.policy_app": "null",
         "rollouts.tasks": folder / "tasks.jsonl",
         "rollouts.tasks_per_step": 2,
-        "rollouts.max_output_tokens": tokens,
         "max_steps": 4,
+        **more,
     }
     words = ["letters.yaml", *(f"{key}={value}" for key, value in overrides.items())]
     output, _ = (process := train(folder, words, vllm=True)).communicate(timeout=600)
@@ -125,7 +171,11 @@ def train_on_live_rollouts(folder: Path, rows: list[dict[str, Any]], gym: str, a
     assert (folder / "run" / "policy" / "processor_config.json").exists()
 
 
-def test_a_policy_is_trained_on_live_rollouts_with_images_in_the_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_a_policy_is_trained_on_live_rollouts_with_images_in_the_task(tmp_path: Path, train_vision: bool) -> None:
+    import torch
+    from safetensors.torch import load_file
+
     rows = [
         {
             "responses_create_params": {"input": [user([picture(colour), {"type": "input_text", "text": "say"}])]},
@@ -133,7 +183,14 @@ def test_a_policy_is_trained_on_live_rollouts_with_images_in_the_task(tmp_path: 
         }
         for letter, colour in {"a": "red", "b": "blue"}.items()
     ]
-    train_on_live_rollouts(tmp_path, rows, "gym_servers/letters", "agents/simple", tokens=8)
+    more = {"rollouts.max_output_tokens": 8, "model.train_vision": json.dumps(train_vision)}
+    train_on_live_rollouts(tmp_path, rows, "gym_servers/letters", "agents/simple", **more)
+    first, last = (
+        load_file(next(folder.glob("*.safetensors"))) for folder in (tmp_path / "policy", tmp_path / "run" / "policy")
+    )
+    encoder = [name for name in first if "text_model" not in name and name != "lm_head.weight"]
+    assert len(encoder) > 20
+    assert all(torch.equal(first[name], last[name]) != train_vision for name in encoder)
 
 
 EPISODE = """
@@ -169,7 +226,7 @@ def test_a_policy_is_trained_on_images_that_an_environment_shows_turn_by_turn(tm
     rows = [
         {"responses_create_params": {"input": []}, "colours": colours} for colours in (["red", "blue"], ["blue", "red"])
     ]
-    train_on_live_rollouts(tmp_path, rows, "episode.py", "agents/gymnasium", tokens=200)
+    train_on_live_rollouts(tmp_path, rows, "episode.py", "agents/gymnasium", **{"rollouts.max_output_tokens": 200})
     rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     ends = [[(len(each["mask"]), len(each["images"])) for each in row["ng"]["segments"]] for row in rollouts]
     assert [(2, 2)] in ends, "the second turn continues from the ids of the first"

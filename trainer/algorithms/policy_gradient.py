@@ -161,7 +161,8 @@ def initial_policy(setup: Setup, temperature: float) -> Callable[[MicroBatch], T
     recipe, engine, tokenizer = setup
     if recipe.model.lora is not None:
         return engine.base_logprobs
-    first = load_policy(recipe.model, tokenizer, recipe.seed, temperature).to(engine.device)
+    frozen = recipe.model.model_copy(update={"train_vision": False})
+    first = load_policy(frozen, tokenizer, recipe.seed, temperature).to(engine.device)
     return first.eval().requires_grad_(False).logprobs
 
 

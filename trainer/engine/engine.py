@@ -206,7 +206,7 @@ class Engine:
             policy.check_shared("engine.tensor_parallel", options.tensor_parallel, *CUT_SIZES)
             shapes = parameter_shapes(policy)
         self._options = options
-        policy.always_encodes = options.zero_stage == 3 and launch.ranks > 1
+        policy.always_encodes = policy.trains_vision or (options.zero_stage == 3 and launch.ranks > 1)
         if policy.critic is not None:
             policy.critic.always_encodes = policy.always_encodes
         self._optimizing = optimizing
@@ -216,7 +216,9 @@ class Engine:
         if checkpointing or options.compile:
             for decoder in [policy.network, *([] if policy.critic is None else [policy.critic.backbone])]:
                 if checkpointing and budget is None:
-                    checkpoint_layers(decoder, None if checkpointing is True else int(checkpointing))
+                    checkpoint_layers(
+                        decoder, None if checkpointing is True else int(checkpointing), vision=policy.trains_vision
+                    )
                 if options.compile:
                     compile_layers(decoder, budget)
         if options.compile and isinstance(policy, Policy):

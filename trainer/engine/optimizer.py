@@ -58,7 +58,8 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     for parameter in network.parameters():
         if not parameter.requires_grad:
             continue
-        kind = vectors if parameter.dim() < 2 else tables if id(parameter) in embeddings else matrices
+        is_table = id(parameter) in embeddings or parameter.dim() > 3  # convolutions, of an encoder of images
+        kind = vectors if parameter.dim() < 2 else tables if is_table else matrices
         kind.append(parameter)
     muon = options.name == "muon"
     groups: list[dict[str, Any]] = [

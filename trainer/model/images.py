@@ -2,7 +2,7 @@
 
     images, token ids -> vision encoder -> vectors in place of the placeholders -> decoder -> hidden states
 
-The vision encoder is not trained. Its vectors get positions in two dimensions in families with `get_rope_index` (Qwen).
+The vision encoder is trained with `model.train_vision` only. Its vectors get positions in two dimensions in families with `get_rope_index` (Qwen).
 
 A family whose decoder does not read images as it reads text, such as Gemma 3 (where the tokens of an image see each
 other in both directions), is found by a comparison of hidden states when the model is loaded.
@@ -289,11 +289,32 @@ def copy_processor(network: PreTrainedModel, folder: Path) -> None:
 
 def freeze_vision(network: PreTrainedModel) -> None:
     """Exclude everything from training but the decoder and the head."""
-    trained = {id(parameter) for parameter in network.get_decoder().parameters()}
-    trained |= {id(parameter) for parameter in network.get_output_embeddings().parameters()}
-    for parameter in network.parameters():
-        if id(parameter) not in trained:
-            parameter.requires_grad_(False)
+    for parameter in _vision_parameters(network).values():
+        parameter.requires_grad_(False)
+
+
+def unfreeze_vision(network: PreTrainedModel, reader: ImageReader) -> list[str]:
+    """Train the encoder and its projection, too. Returns the names of those of their parameters on which no vector of an
+    image depends, which stay frozen: in LLaVA's families, what comes after the layer whose outputs are used.
+    """
+    parameters = _vision_parameters(network)
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    packed = pack([reader.example], network.device)
+    inputs = reader.inputs(network, packed)
+    hidden_TH = network.base_model(**inputs, use_cache=False, layout=packed.layout).last_hidden_state[0]
+    gradients = torch.autograd.grad(hidden_TH.sum(), list(parameters.values()), allow_unused=True)
+    unused = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    for name in unused:
+        parameters[name].requires_grad_(False)
+    return unused
+
+
+def _vision_parameters(network: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """All parameters but those of the decoder and the head, by name."""
+    others = {id(parameter) for parameter in network.get_decoder().parameters()}
+    others |= {id(parameter) for parameter in network.get_output_embeddings().parameters()}
+    return {name: parameter for name, parameter in network.named_parameters() if id(parameter) not in others}
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -240,21 +241,24 @@ def _compile(graph: Any, inputs: Any, memory_budget: float | None) -> Any:
         return compile_fx(graph, inputs, config_patches=ROUND_AS_EAGER)
 
 
-def checkpoint_layers(model: PreTrainedModel, most: int | None = None) -> None:
-    """Make the layers, or the first `most` of them, keep only their inputs and recompute the rest in the backward;
-    gradients stay the same.
+def checkpoint_layers(model: PreTrainedModel, most: int | None = None, *, vision: bool = False) -> None:
+    """Make the decoder's layers, or the first `most` of them, keep only their inputs and recompute the rest in the
+    backward; gradients stay the same.
+
+    vision: the layers of the encoder of images, too, which are counted after those of the decoder.
 
     Raises:
         ConfigError: the layers do not support it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    modules = dict.fromkeys(chain(model.get_decoder().modules(), model.modules() if vision else ()))
+    layers = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not model.supports_gradient_checkpointing:
         raise ConfigError(
             f"engine.activation_checkpointing: the layers of {type(model).__name__} cannot be checkpointed; set it to false"
         )
-    model.get_decoder().gradient_checkpointing_enable({"use_reentrant": False})
+    (model if vision else model.get_decoder()).gradient_checkpointing_enable({"use_reentrant": False})
     for number, layer in enumerate(layers):
         if most is not None and number >= most:
             layer.gradient_checkpointing = False

@@ -24,7 +24,7 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
-from .images import ImageReader, UnusableImages, freeze_vision, has_vision
+from .images import ImageReader, UnusableImages, freeze_vision, has_vision, unfreeze_vision
 from .layers import fuse_layers
 from .lora import add_adapter
 from .packing import MicroBatch, pack
@@ -113,8 +113,9 @@ class TrainedNetwork(nn.Module):
     """A network under training: a policy or a reward model.
 
     critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
-    this rank alone. images: how it reads images, or the reason why it does not. always_encodes: whether the encoder of
-    images computes something in each micro-batch, because ranks that share all weights (ZeRO-3) must use the same layers.
+    this rank alone. images: how it reads images, or the reason why it does not. trains_vision: whether the encoder of
+    images is trained, but for unused_vision. always_encodes: whether it computes something in each micro-batch, because
+    ranks that share all weights (ZeRO-3) must use the same layers, and those that train it must have a gradient of each.
     """
 
     def __init__(self, network: PreTrainedModel) -> None:
@@ -124,6 +125,8 @@ class TrainedNetwork(nn.Module):
         self.critic: CriticNetwork | None = None
         self.group: SequenceParallelGroup | None = None
         self.images: ImageReader | str = TEXT_ONLY
+        self.trains_vision = False
+        self.unused_vision: list[str] = []
         self.always_encodes = False
 
     def states(self, packed: MicroBatch) -> Tensor:
@@ -335,6 +338,9 @@ def load_policy(
             policy.images = ImageReader(network, str(options.path), tokenizer)
         except UnusableImages as error:
             policy.images = str(error)
+    if options.train_vision and not isinstance(policy.images, str):
+        policy.trains_vision = True
+        policy.unused_vision = unfreeze_vision(network, policy.images)
     return policy
 
 

@@ -164,6 +164,10 @@ class ModelOptions(FrozenOptions):
     path: ModelName | None = Field(default=None, description="A Hugging Face folder, or owner/name on the hub.")
     from_scratch: Qwen3Shape | None = None
     lora: LoraOptions | None = None
+    train_vision: bool = Field(
+        default=False,
+        description="Train the encoder of images and its projection, too; false: only the decoder and its head.",
+    )
     tokenizer: ModelName | None = Field(
         default=None, validate_default=True, description="Default: the tokenizer of `path`."
     )
@@ -180,6 +184,15 @@ class ModelOptions(FrozenOptions):
     def _check_lora_base(cls, value: LoraOptions | None, info: ValidationInfo) -> LoraOptions | None:
         if value is not None and info.data.get("from_scratch") is not None:
             raise ValueError("an adapter needs trained base weights; name them with model.path")
+        return value
+
+    @field_validator("train_vision")
+    @classmethod
+    def _check_trains_weights(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("lora") is not None:
+            raise ValueError("an adapter is trained in the decoder only; remove model.lora, or set this to false")
+        if value and info.data.get("from_scratch") is not None:
+            raise ValueError("a model from scratch reads text only; name a model that reads images with model.path")
         return value
 
     @field_validator("tokenizer")
