@@ -11,7 +11,11 @@ import pytest
 import torch
 from image_models import (
     IMAGE,
+    READ,
     SIDE,
+    SPECIAL,
+    TEMPLATE,
+    TEXT,
     data_url,
     hugging_face_logprobs,
     png,
@@ -19,6 +23,7 @@ from image_models import (
     write_image_model,
 )
 from transformers import AutoTokenizer
+from vllm_service import TAGS, write_tokenizer
 
 from ngym.errors import ConfigError, UsageError
 from ngym.rollout import image_digest
@@ -31,7 +36,6 @@ from ngym.trainer.recipe import recipe
 
 CPU = torch.device("cpu")
 RED, BLUE, WIDE = png("red"), png("blue"), png("green", (2 * SIDE, SIDE))
-READ = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "idefics3"]
 
 
 @pytest.fixture(scope="module")
@@ -316,11 +320,14 @@ def test_demonstrations_with_images_that_cannot_be_trained_are_refused(
 
 
 @pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize("base_4bit", [None, "nf4"])
 def test_a_trained_model_is_saved_with_its_processor_and_an_untouched_encoder(
-    checkpoint: tuple[Path, Any], tmp_path: Path
+    checkpoint: tuple[Path, Any], tmp_path: Path, base_4bit: str | None
 ) -> None:
+    if base_4bit is not None:
+        pytest.importorskip("bitsandbytes")
     folder, reference = checkpoint
-    trained = load(folder, lora=recipe.LoraOptions(rank=4))
+    trained = load(folder, lora=recipe.LoraOptions.model_validate({"rank": 4, "base_4bit": base_4bit}))
     launch = recipe.Launch(rank=0, local_rank=0, ranks=1)
     options = recipe.EngineOptions.model_validate({"zero_stage": 1, "precision": "fp32"})
     learner = engine.Engine(trained, launch, options, recipe.OptimizerOptions(lr=0.1))
@@ -383,6 +390,21 @@ def test_activation_checkpointing_and_bf16_leave_the_encoder_alone(checkpoint: t
         found.append((float(loss.detach()), learner.step(1.0).grad_norm))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=0.05)
+
+
+def test_a_model_whose_decoder_computes_logits_is_refused(tmp_path: Path) -> None:
+    """Llama 3.2 Vision: its decoder attends to images in layers of its own."""
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1}
+    vision |= {"attention_heads": 2, "image_size": SIDE, "patch_size": 14, "max_num_tiles": 2, "vision_output_dim": 64}
+    vision |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]}
+    ids = write_tokenizer(tmp_path, TEMPLATE, SPECIAL, TAGS)
+    text = TEXT | {"vocab_size": ids, "cross_attention_layers": [1]}
+    config = MllamaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
+    MllamaForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model.path: mllama: its decoder returns logits, not hidden states"):
+        load(tmp_path)
 
 
 def test_a_model_that_reads_other_media_is_refused(tmp_path: Path) -> None:

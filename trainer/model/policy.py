@@ -405,6 +405,9 @@ def _load_network(
             check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(stored_config.architectures))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelRefused("path", f"no model can be loaded from {options.path}: {_first_line(error)}") from error
+    if isinstance(getattr(network.get_decoder(), "lm_head", None), nn.Module):  # Mllama
+        kind = stored_config.model_type
+        raise ModelRefused("path", f"{kind}: its decoder returns logits, not hidden states; choose another model")
     network.get_decoder().set_attn_implementation(attention.NAME)
     if base_4bit is not None:
         from .quantized import quantize_base
