@@ -178,12 +178,7 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
 
 def _images_problem(recipe: Recipe) -> str | None:
     """The reason why rows with images cannot be trained with this recipe."""
-    problems = {
-        "engine.sequence_parallel": recipe.engine.sequence_parallel > 1,
-        "engine.tensor_parallel": recipe.engine.tensor_parallel > 1,
-    }
-    key = next((key for key, given in problems.items() if given), None)
-    return key and f"images are not supported with {key}"
+    return "images are not supported with engine.tensor_parallel" if recipe.engine.tensor_parallel > 1 else None
 
 
 def _check_vision(recipe: Recipe, policy: TrainedNetwork) -> None:

@@ -64,7 +64,8 @@ def main(folder: Path, output: Path, every: list[dict[str, Any]]) -> None:
             learner = new(engine_options)
             of_ranks = micro_batches(learner.policy.images)
             weight = float(sum(segment.trained for rank in of_ranks for part in rank for segment in part))
-            own = of_ranks[launch.rank] if launch.ranks > 1 else [part for rank in of_ranks for part in rank]
+            alone = launch.ranks == 1 or engine_options.get("sequence_parallel", 1) > 1
+            own = [part for rank in of_ranks for part in rank] if alone else of_ranks[launch.rank]
             steps = []
             for _ in range(2):
                 [loss] = learner.all_reduce([losses(learner, own, weight)])

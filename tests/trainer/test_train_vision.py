@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +73,7 @@ def test_the_gradient_of_an_image_that_several_attempts_share_is_their_sum(famil
 
 OPTIONS: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
 OPTIONS += [{"zero_stage": 0, "activation_checkpointing": True}, {"zero_stage": 1, "precision": "bf16"}]
+TOGETHER: list[dict[str, Any]] = [{"sequence_parallel": 2, **OPTIONS[place]} for place in (0, 3, 4)]
 
 
 class Steps(NamedTuple):
@@ -88,29 +88,38 @@ def read_steps(folder: Path, place: int) -> Steps:
     return Steps(json.loads((folder / f"{place}.json").read_text()), weights)
 
 
-def test_steps_on_two_ranks_of_which_one_has_no_images_are_those_of_one(tmp_path: Path) -> None:
-    """And those of micro-batches with images and without on one rank, with any ZeRO stage."""
-    write_image_model(tmp_path / "policy", "idefics3")
+@pytest.mark.parametrize(
+    ("family", "options", "together"), [("idefics3", OPTIONS, TOGETHER), ("qwen3_vl", OPTIONS[:1], TOGETHER[:1])]
+)
+def test_steps_on_two_ranks_of_which_one_has_no_images_are_those_of_one(
+    family: str, options: list[dict[str, Any]], together: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """And those of micro-batches with images and without on one rank, with any ZeRO stage; and of two ranks that share
+    the tokens.
+    """
+    write_image_model(tmp_path / "policy", family, num_key_value_heads=2)
     [file] = (tmp_path / "policy").glob("*.safetensors")
     start = load_file(file)
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
     words = [str(SUPPORT / "vision_steps_on_ranks.py"), str(tmp_path / "policy")]
-    every = list(map(json.dumps, OPTIONS))
-    alone = [ForkedCommand([*words, str(tmp_path / "one"), *every], tmp_path, os.environ)]
+    every = list(map(json.dumps, options + together))
+    alone = [ForkedCommand([*words, str(tmp_path / "one"), *every[: len(options)]], tmp_path, os.environ)]
     for processes in (alone, on_two_ranks(tmp_path, [*words, str(tmp_path / "two"), *every])):
         outputs = [process.communicate(timeout=600)[0][-3000:] for process in processes]
         assert [process.returncode for process in processes] == [0] * len(processes), outputs
     first = read_steps(tmp_path / "one", 0)
-    vision = [name for name in start if "vision" in name or "connector" in name]
+    vision = [name for name in start if "vision" in name or "visual" in name or "connector" in name]
     assert len(vision) > 20
     assert not any(torch.equal(first.weights[name], start[name]) for name in vision)
-    for ranks, place in product(("one", "two"), range(len(OPTIONS))):
-        found, bound = read_steps(tmp_path / ranks, place), 2e-2 if "precision" in OPTIONS[place] else 1e-5
+    both = [("one", place, each) for place, each in enumerate(options)]
+    both += [("two", place, each) for place, each in enumerate(options + together)]
+    for ranks, place, each in both:
+        found, bound = read_steps(tmp_path / ranks, place), 2e-2 if "precision" in each else 1e-5
         for actual, expected in zip(found.steps, first.steps, strict=True):
-            assert actual == pytest.approx(expected, rel=bound), (ranks, OPTIONS[place])
+            assert actual == pytest.approx(expected, rel=bound), (ranks, each)
         for name, tensor in first.weights.items():
-            assert (found.weights[name] - tensor).abs().max() < bound, (ranks, OPTIONS[place], name)
+            assert (found.weights[name] - tensor).abs().max() < bound, (ranks, each, name)
 
 
 def learner_of(trained: policy.Policy, optimizing: dict[str, Any], **options: Any) -> engine.Engine:

@@ -207,8 +207,6 @@ class Engine:
             shapes = parameter_shapes(policy)
         self._options = options
         policy.always_encodes = policy.trains_vision or (options.zero_stage == 3 and launch.ranks > 1)
-        if policy.critic is not None:
-            policy.critic.always_encodes = policy.always_encodes
         self._optimizing = optimizing
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
         checkpointing = options.activation_checkpointing

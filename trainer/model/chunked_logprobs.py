@@ -48,7 +48,8 @@ def states(
 
     decoder: a Hugging Face model without its head, with the attention of attention.py.
     group: the ranks that share the micro-batch; the states are then those of `group.local_indices`.
-    inputs: instead of the micro-batch's ids and positions, for `decoder`; images are among them.
+    inputs: instead of the micro-batch's ids and positions, for `decoder`; images are among them. They are those of the
+        whole micro-batch, also with a group.
     """
     places_N, token_ids_T, positions_T = packed.trained_N - 1, packed.token_ids_T, packed.positions_T
     if group is not None:

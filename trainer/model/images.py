@@ -13,7 +13,8 @@ from __future__ import annotations
 import io
 import shutil
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from inspect import signature
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..data.images import PlacedImage
 from ..data.samples import Sample, Segment
 from . import attention
 from .packing import MicroBatch, pack
+from .sequence_parallel import SequenceParallelGroup
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -258,6 +260,44 @@ def _load_processor(path: str, *, images_only: bool) -> Any:
 def _first_line(error: BaseException) -> str:
     """The first line of an error that has text, up to 300 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+@contextmanager
+def share_decoder(network: PreTrainedModel, group: SequenceParallelGroup | None) -> Iterator[None]:
+    """Within this block the decoder computes this rank's share of the tokens. Each rank of the group computes the vectors
+    of all images; the gradient of the encoder, if it is trained, is that of this rank's share, as that of the decoder.
+    """
+    if group is None:
+        yield
+        return
+
+    def shard(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, keywords | _shard_inputs(keywords, group)
+
+    handle = network.get_decoder().register_forward_pre_hook(shard, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _shard_inputs(inputs: dict[str, Any], group: SequenceParallelGroup) -> dict[str, Any]:
+    """This rank's share of the arguments of a decoder that have an axis T.
+
+    deepstack_visual_embeds: of Qwen3-VL, [V, H] for the first layers, where V are the places of visual_pos_masks.
+    """
+    embeds_TH = inputs["inputs_embeds"][0]
+    shares = {"inputs_embeds": group.shard(embeds_TH).unsqueeze(0)}
+    places = inputs["position_ids"]  # [1, T] or [3, 1, T]
+    shares["position_ids"] = group.shard(places.movedim(-1, 0)).movedim(0, -1)
+    is_image = inputs.get("visual_pos_masks")
+    if is_image is None:
+        return shares
+    own_T = group.shard(is_image[0])
+    before = int(is_image[0, : group.first(len(embeds_TH))].sum())
+    rows = slice(before, before + int(own_T.sum()))
+    deepstack = [embeds_VH[rows] for embeds_VH in inputs["deepstack_visual_embeds"]]
+    return {**shares, "visual_pos_masks": own_T.unsqueeze(0), "deepstack_visual_embeds": deepstack}
 
 
 def placeholder_problem(teacher: ImageReader, policy: ImageReader) -> str | None:

@@ -24,7 +24,7 @@ from ..data.samples import Sample, Segment
 from ..recipe.recipe import ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
-from .images import ImageReader, UnusableImages, freeze_vision, has_vision, unfreeze_vision
+from .images import ImageReader, UnusableImages, freeze_vision, has_vision, share_decoder, unfreeze_vision
 from .layers import fuse_layers
 from .lora import add_adapter
 from .packing import MicroBatch, pack
@@ -60,15 +60,13 @@ class CriticNetwork(nn.Module):
         super().__init__()
         self.backbone = copy.deepcopy(network.get_decoder() if isinstance(images, str) else network.base_model)
         self.images = images
-        self.always_encodes = False  # as in TrainedNetwork
         self.head = nn.Linear(network.get_output_embeddings().in_features, 1, bias=False)
         nn.init.zeros_(self.head.weight)
         self.lr = lr
 
     def forward(self, packed: MicroBatch, group: SequenceParallelGroup | None = None) -> Tensor:
         """The value of the state in which each trained token was chosen, float32 [N]."""
-        hidden_NH = read_states(self.backbone, packed, group, self.images, always_encodes=self.always_encodes)
-        values_N: Tensor = self.head(hidden_NH).squeeze(1).float()
+        values_N: Tensor = self.head(read_states(self.backbone, packed, group, self.images)).squeeze(1).float()
         return values_N if group is None else group.gather(values_N, packed.trained_N, len(packed.token_ids_T))
 
 
@@ -77,19 +75,16 @@ def read_states(
     packed: MicroBatch,
     group: SequenceParallelGroup | None,
     images: ImageReader | str,
-    *,
-    always_encodes: bool,
 ) -> Tensor:
     """The hidden states that predict the trained tokens, [N, H]; with a group, those of this rank.
 
-    images: how the network reads images, or the reason why it does not. always_encodes: as in TrainedNetwork.
+    images: how the network reads images, or the reason why it does not.
     """
-    if not packed.images and always_encodes and not isinstance(images, str):
-        packed = pack([*packed.samples, images.example], packed.token_ids_T.device)
     if not packed.images:
         return states(network.get_decoder(), packed, group)
     assert not isinstance(images, str), "rows with images are refused"
-    return states(network.base_model, packed, group, images.inputs(network, packed))
+    with share_decoder(network, group):
+        return states(network.base_model, packed, group, images.inputs(network, packed))
 
 
 @contextmanager
@@ -131,7 +126,13 @@ class TrainedNetwork(nn.Module):
 
     def states(self, packed: MicroBatch) -> Tensor:
         """The hidden states that predict the trained tokens, [N, H]; with a group, those of this rank."""
-        return read_states(self.network, packed, self.group, self.images, always_encodes=self.always_encodes)
+        return read_states(self.network, packed, self.group, self.images)
+
+    def with_images(self, packed: MicroBatch) -> MicroBatch:
+        """The micro-batch, with an example that trains no token if the encoder must compute something and has nothing."""
+        if packed.images or not self.always_encodes or isinstance(self.images, str):
+            return packed
+        return pack([*packed.samples, self.images.example], packed.token_ids_T.device)
 
     @property
     def context(self) -> int:
@@ -187,7 +188,8 @@ class Policy(TrainedNetwork):
         self, packed: MicroBatch, asks: RequestedScores = JUST_LOGPROBS, temperature: float | None = None
     ) -> Scores:
         """The outputs for each trained token, given the tokens before it in its sequence."""
-        scores = Scores(torch.empty(0))
+        scores, asked = Scores(torch.empty(0)), packed
+        packed = self.with_images(packed)
         if asks.logprobs:
             token_ids_N = packed.token_ids_T[packed.trained_N]
             hidden_NH = self.states(packed)
@@ -212,7 +214,7 @@ class Policy(TrainedNetwork):
             if asks.divergence is not None:  # refused with a group
                 divergence_N = self.divergence(
                     hidden_NH,
-                    asks.divergence.teacher(packed),
+                    asks.divergence.teacher(asked),
                     head=head,
                     temperature=divided,
                     beta=asks.divergence.beta,
