@@ -36,7 +36,7 @@ from ngym.files.atomic import file_digest, whole_folder
 from ngym.schema import Json
 
 from .recipe.objective import FrozenOptions, find_path
-from .recipe.recipe import CheckpointOptions
+from .recipe.recipe import CheckpointOptions, Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -368,7 +368,9 @@ def model_digest(name: str) -> str | None:
 
 
 def read_recipe_of_run(file: Path) -> Json:
-    """The keys of a run's recipe.yaml. Raises UsageError: it is damaged."""
+    """The keys of a run's recipe.yaml; those that a later version added have their defaults. Raises UsageError: it is
+    damaged.
+    """
     try:
         recipe = yaml.safe_load(file.read_bytes())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -376,7 +378,21 @@ def read_recipe_of_run(file: Path) -> Json:
         raise UsageError(f"{file}: damaged, so the run's recipe is unknown: {reason}") from None
     if not isinstance(recipe, dict):
         raise UsageError(f"{file}: damaged, so the run's recipe is unknown: it is not a mapping")
-    return recipe
+    try:
+        complete = Recipe.model_validate(recipe).model_dump(mode="json")
+    except (ValueError, NgymError):  # of another version, or with a variable in place of a number
+        return recipe
+    return _merge(complete, recipe)
+
+
+def _merge(complete: Json, written: Json) -> Json:
+    """The complete recipe, with the values that are written."""
+    nested = {
+        key: _merge(complete[key], value)
+        for key, value in written.items()
+        if isinstance(value, dict) and isinstance(complete.get(key), dict)
+    }
+    return complete | written | nested
 
 
 def resumable(output: Path, resolved: str) -> None:

@@ -338,6 +338,10 @@ def test_a_run_that_cannot_continue_says_why(root: Path, tmp_path: Path) -> None
     process = train(tmp_path, [*words, "optimizer.lr=0.5", "--resume"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "--resume: optimizer.lr: 0.005 in the run, 0.5 now; set it back" in output
+    recipe = tmp_path / "run" / "recipe.yaml"
+    older = "".join(line for line in recipe.read_text().splitlines(keepends=True) if "  train_vision:" not in line)
+    assert older != recipe.read_text()
+    recipe.write_text(older)  # of a version that did not have this option
     output = wait_for_end(train(tmp_path, [*words, "max_steps=3", "--resume"]))  # a run may be made longer
     assert "resuming after step 2" in output and [row["step"] for row in metrics_of(tmp_path)] == [1, 2, 3]
 
