@@ -100,7 +100,7 @@ def load_tree(
             OmegaConf.update(merged, key, parsed, merge=True, force_add=True)
         except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
             raise ConfigError(f"{COMMAND_LINE}: {override!r}: {_one_line(error)}") from error
-        lines[key] = COMMAND_LINE
+        lines |= dict.fromkeys([key, *_keys_below(key, parsed)], COMMAND_LINE)
     root = paths[0].resolve().parent if paths else Path.cwd()
     unresolved = ConfigTree({}, lines, root, str(paths[0]) if paths else COMMAND_LINE)
     try:
@@ -110,6 +110,13 @@ def load_tree(
         raise ConfigError(f"{unresolved.where(key)}: {key}: {_one_line(error)}") from error
     written = OmegaConf.to_container(merged, resolve=False)
     return ConfigTree(cast(dict[str, Any], values), lines, root, unresolved.default_where, _from_environment(written))
+
+
+def _keys_below(key: str, value: object) -> Iterator[str]:
+    """The dotted keys of a mapping that an override gives as a whole, such as `optimizer={lr: 1e-3}`."""
+    for name, item in value.items() if isinstance(value, dict) else ():
+        yield f"{key}.{name}"
+        yield from _keys_below(f"{key}.{name}", item)
 
 
 def _rename(merged: Any, lines: dict[str, str], key: str, name: object) -> None:

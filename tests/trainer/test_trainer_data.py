@@ -295,6 +295,10 @@ def test_the_estimate_of_a_plan_is_never_below_what_is_computed() -> None:
         (["sft.yaml", "model.tokenizer=null"], "a model from scratch needs a tokenizer"),
         (["sft.yaml", "model.from_scratch=null"], "name a model: model.path=FOLDER"),
         (["sft.yaml", "data.path=none.jsonl", "data.made_by=[]"], "command line: data.path: there is no none.jsonl"),
+        # and not 7,200 demonstrations of word problems in a file of that name
+        (["sft.yaml", "data.path=none.jsonl"], "command line: data.path: there is no none.jsonl; name a JSONL file"),
+        (["sft.yaml", "data={path: none.jsonl}"], "command line: data.path: there is no none.jsonl; name a JSONL file"),
+        (["sft.yaml", "optimizer={lr: -1}"], "command line: optimizer.lr: Input should be greater than 0; got -1"),
         (
             ["sft.yaml", "schedule.warmup_ratio=0.1"],
             "schedule.warmup_ratio: schedule.warmup_steps is 20; set one of the two to null",

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ngym.config.yaml_tree import ConfigTree
+from ngym.config.yaml_tree import COMMAND_LINE, ConfigTree
+from ngym.did_you_mean import near_file
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import file_digest
 
@@ -31,10 +32,17 @@ TOO_LONG = "are longer than a teacher's context (with its hint)"
 
 
 def check(data: DataOptions, tree: ConfigTree) -> None:
-    """Raise ConfigError if neither the file nor a script that creates it exists."""
-    if find_path(data.path) is None and not data.made_by:
+    """Raise ConfigError if neither the file nor a script that creates it exists.
+
+    The script of a recipe writes the recipe's own file. It does not write, in place of a misspelled file, other data
+    than the user named: with a `data.path` from elsewhere, `data.made_by` is from there or the command line, too.
+    """
+    if find_path(data.path) is not None:
+        return
+    path, script = (tree.where(key).partition(":")[0] for key in ("data.path", "data.made_by"))
+    if not data.made_by or script not in (path, COMMAND_LINE):
         raise ConfigError(
-            f"{tree.where('data.path')}: data.path: there is no {data.path}; "
+            f"{tree.where('data.path')}: data.path: there is no {data.path}{near_file(Path(data.path))}; "
             "name a JSONL file, or data.made_by with the script that writes it"
         )
 

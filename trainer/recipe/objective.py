@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ngym.config.shipped_files import PACKAGE, shipped_path
+from ngym.did_you_mean import near_file
 from ngym.files.hub_download import HUB, local_copy
 
 from .extensions import Estimator
@@ -75,7 +76,8 @@ def existing(path: str) -> str:
     """The absolute path of a file or folder; a ValueError if it does not exist."""
     file = find_path(path)
     if file is None:
-        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym")
+        near = near_file(Path(path))
+        raise ValueError(f"there is no {path} in {Path.cwd()}, nor among the files that ship with ngym{near}")
     return os.path.abspath(file)
 
 

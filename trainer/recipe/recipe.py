@@ -320,7 +320,9 @@ class DataOptions(FrozenOptions):
 
     path: str = Field(description="The JSONL file.")
     made_by: tuple[Word, ...] = Field(
-        default=(), description="A script and its arguments, run with `--output PATH` if the file is missing."
+        default=(),
+        description="A script and its arguments, run with `--output PATH` if the recipe's own `path` is missing; that "
+        "of a later file or the command line must exist.",
     )
     max_tokens: Positive | None = Field(
         default=None, description="Longer samples are left out; null: the model's context length."
