@@ -17,6 +17,7 @@ from ngym.config.shipped_files import app_file, shipped_file
 from ngym.config.yaml_tree import COMMAND_LINE, ConfigTree, load_tree, parse, subtree
 from ngym.did_you_mean import did_you_mean, nearest
 from ngym.errors import ConfigError, UsageError
+from ngym.files.model_checkpoint import checkpoint_problem
 from ngym.net.auth import wrong_url
 from ngym.net.tls import check_pair, client_context, trust
 from ngym.option_names import option
@@ -320,7 +321,7 @@ def model_problem(name: str, root: Path) -> str | None:
     """The reason why there is no model of this name, or None: a folder with a checkpoint, or what may be a hub name."""
     folder = (root / name).resolve()
     if folder.is_dir():
-        return None if (folder / "config.json").is_file() else f"{folder} has no checkpoint (no config.json)"
+        return checkpoint_problem(folder)
     if HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
         return None
     if Path(name) == QUICKSTART:

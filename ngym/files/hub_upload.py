@@ -62,7 +62,7 @@ def policy_upload(sources: Sequence[Path], repository: str, redact: Callable[[An
     """The files of a policy. UsageError if the folder has no policy. redact: removes the secrets of its recipe."""
     run, *others = sources
     if others:
-        raise UsageError(f"{others[0]}: a repository holds one policy; push each to a separate one")
+        raise UsageError(f"{others[0]}: a repository holds one policy, or rollouts; push each to a separate one")
     folder = next((each for each in (run / POLICY, run) if (each / "config.json").is_file()), None)
     if folder is None:
         raise UsageError(
@@ -125,6 +125,10 @@ def rollouts_upload(sources: Sequence[Path], repository: str) -> Upload:
 
     rewards, counts = defaultdict[str, list[float]](list), defaultdict[str, Counter[str]](Counter)
     for source in sources:
+        if source.is_dir():
+            raise UsageError(
+                f"{source} is a folder, and {sources[0]} is a file of rollouts; push each to a separate repository"
+            )
         for line in jsonl.check_lines(source, wrong):
             row, reward = line.row, line.row.get("reward")
             agent = str(agent_name(row))

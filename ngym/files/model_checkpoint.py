@@ -11,6 +11,22 @@ from typing import Any
 
 CLASSIFIER_PROBLEM = "this model is one for sequence classification: it scores texts, and generates none"
 NAMED = 3  # limit of tensors that a message names
+CONFIG, POLICY = "config.json", "policy"  # a training run has its policy in this folder
+
+
+def checkpoint_problem(folder: Path) -> str | None:
+    """The reason why this folder is not that of a model, or None."""
+    if (folder / CONFIG).is_file():
+        return None
+    policy = policy_below(folder)
+    near = f" (did you mean {str(policy)!r}?)" if policy else ""
+    return f"{folder} has no checkpoint (no {CONFIG}){near}"
+
+
+def policy_below(folder: Path) -> Path | None:
+    """The policy of a training run, if this is the run's folder."""
+    policy = folder / POLICY
+    return policy if (policy / CONFIG).is_file() and not (folder / CONFIG).is_file() else None
 
 
 def is_classifier(architectures: Collection[str] | None) -> bool:
@@ -24,7 +40,7 @@ def holds_classifier(folder: str | Path) -> bool:
     False if there is no readable one: loading the model reports it.
     """
     try:
-        config = json.loads(Path(folder, "config.json").read_bytes())
+        config = json.loads(Path(folder, CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     architectures = config.get("architectures") if isinstance(config, dict) else None
@@ -32,9 +48,9 @@ def holds_classifier(folder: str | Path) -> bool:
 
 
 @contextmanager
-def suppress_load_report() -> Iterator[None]:
+def suppress_load_report(*, drop: bool = False) -> Iterator[None]:
     """Hold back transformers' table of missing and unexpected tensors until the block ends. If the block raises, the table
-    is dropped: `check_loaded` names them.
+    is dropped: `check_loaded` names them. drop: in any case.
     """
     logger, records = logging.getLogger("transformers.modeling_utils"), list[logging.LogRecord]()
 
@@ -49,7 +65,7 @@ def suppress_load_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(passes)
-    for record in records:
+    for record in records if not drop else ():
         logger.handle(record)
 
 

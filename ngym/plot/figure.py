@@ -140,8 +140,9 @@ def curves(runs: Sequence[PlottedRun], patterns: Sequence[str], by: Axis, smooth
         if (series := _of_group(metric, group, by)).x and (patterns or _is_worth_a_curve(series, metric))
     ]
     if not result:
-        hint = f"logged so far: {', '.join(names[:20])}" if names else "nothing was logged yet"
-        raise UsageError(f"{', '.join(run.name for run in runs)}: no values to draw; {hint}; name them with --metric")
+        logged = f"logged so far: {', '.join(names[:20])}; name them with --metric"
+        hint = logged if names else "nothing was logged yet"
+        raise UsageError(f"{', '.join(run.name for run in runs)}: no values to draw; {hint}")
     return result
 
 

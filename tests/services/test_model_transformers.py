@@ -165,6 +165,10 @@ async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"service 'policy': model 'empty': .* has no checkpoint \(no config.json\)"):
         APP._find("empty", tmp_path, "policy")
+    (tmp_path / "empty" / "policy").mkdir()  # as in the folder of a training run
+    (tmp_path / "empty" / "policy" / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"no config.json\) \(did you mean '.*/empty/policy'\?\)"):
+        APP._find("empty", tmp_path, "policy")
     assert APP._find("Qwen/Qwen3-0.6B", tmp_path, "policy") == "Qwen/Qwen3-0.6B"
 
 

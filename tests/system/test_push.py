@@ -213,6 +213,11 @@ def test_what_cannot_be_pushed_is_one_line(hub: Hub, tmp_path: Path) -> None:
         (("rollouts.jsonl", "blank.jsonl", REPO), 2, "blank.jsonl: no rows in it"),
         (("tasks.jsonl", REPO), 2, "tasks.jsonl:1: not a rollout: it has neither a reward nor a failure"),
         (("empty", REPO), 2, "empty: neither rollouts (a JSONL file) nor a policy"),
+        (
+            ("rollouts.jsonl", "empty", REPO),
+            2,
+            "empty is a folder, and rollouts.jsonl is a file of rollouts; push each",
+        ),
     ]:
         found = push(hub, *words)
         assert found[0] == code and found[2].startswith(message) and found[2].count("\n") == 1, found

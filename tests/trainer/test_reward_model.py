@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,14 @@ def test_the_saved_folder_scores_in_transformers_what_training_scored(
     assert engine.score(samples, again.values, again, 100_000)[0] == [
         pytest.approx(each, abs=1e-5) for each in scores[0]
     ]
+
+
+def test_the_new_head_of_a_policy_is_not_reported_as_missing(
+    start: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    learner(start, tokenizer)
+    assert "LOAD REPORT" not in caplog.text
 
 
 @pytest.mark.parametrize("supervision", ROWS)

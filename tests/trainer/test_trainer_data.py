@@ -323,6 +323,19 @@ def test_a_mistake_in_a_recipe_is_one_line_that_says_where_and_how_to_fix_it(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_folder_of_a_run_is_not_taken_for_its_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = tmp_path / "runs" / "sft" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").touch()
+    (tmp_path / "pairs.jsonl").touch()
+    words = ["dpo.yaml", "data.path=pairs.jsonl", "evaluation=null"]
+    result = CliRunner().invoke(main, [*words, "model.path=runs/sft", "--dry-run"])
+    assert result.exit_code == 2
+    message = "model.path: runs/sft is the folder of a run (did you mean 'runs/sft/policy'?); got 'runs/sft'\n"
+    assert result.stderr == f"command line: {message}"
+
+
 def test_an_earlier_run_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "sft" / "policy").mkdir(parents=True)

@@ -313,6 +313,12 @@ def test_a_model_without_a_tokenizer_takes_the_named_one_and_a_damaged_one_is_re
         (tmp_path / file.name).write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"no tokenizer can be loaded from"):
         policy.load_tokenizer(options)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(
+        ConfigError, match=r"no tokenizer can be loaded from .*/empty: there is no tokenizer_config.json$"
+    ):
+        policy.load_tokenizer(recipe(*words, f"model.tokenizer={empty}").model)
 
 
 def test_a_wrong_task_is_reported_before_any_service_starts(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -291,7 +292,10 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelRefused("tokenizer", f"no tokenizer can be loaded from {name}: {_first_line(error)}") from error
+        # transformers reports a folder without a tokenizer as one whose tokenizer needs another package
+        lacks = Path(name).is_dir() and not _has_tokenizer(name)
+        reason = "there is no tokenizer_config.json" if lacks else _first_line(error)
+        raise ModelRefused("tokenizer", f"no tokenizer can be loaded from {name}: {reason}") from error
     return tokenizer
 
 
@@ -402,9 +406,10 @@ def _load_network(
             del arguments["attn_implementation"]  # that of its vision encoder stays
         # tensors of another size are refused in one line, with their names
         arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        with suppress_load_report():
+        new_head = scores and not is_classifier(stored_config.architectures)
+        with suppress_load_report(drop=new_head):
             network, info = kind.from_pretrained(str(options.path), **arguments, **SAFE, **config)
-            check_loaded(network, info, tokenizer, new_head=scores and not is_classifier(stored_config.architectures))
+            check_loaded(network, info, tokenizer, new_head=new_head)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelRefused("path", f"no model can be loaded from {options.path}: {_first_line(error)}") from error
     if isinstance(getattr(network.get_decoder(), "lm_head", None), nn.Module):  # Mllama

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ngym.config.shipped_files import PACKAGE, shipped_path
 from ngym.did_you_mean import near_file
 from ngym.files.hub_download import HUB, local_copy
+from ngym.files.model_checkpoint import policy_below
 
 from .extensions import Estimator
 
@@ -85,6 +86,8 @@ def _local_or_hub(name: str) -> str:
     """A folder's absolute path; a name of the Hugging Face hub stays unchanged."""
     folder = find_path(name)
     if folder is not None:
+        if policy := policy_below(folder):
+            raise ValueError(f"{folder} is the folder of a run (did you mean {str(policy)!r}?)")
         return os.path.abspath(folder)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(
