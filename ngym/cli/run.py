@@ -194,6 +194,8 @@ async def _serve(supervisor: Supervisor, show: Display) -> None:
             text += (
                 "\nlocked: callers send the token in .ngym/head.json ('Authorization: Bearer ...'; docs/security.md)"
             )
+        if supervisor.notice:
+            text += f"\n{supervisor.notice}"
         locked = supervisor.run_token is not None
         looks = show.watch(lambda: supervisor.states, supervisor.run_token)
         show.say("ready", text, seconds=round(seconds, 3), head=supervisor.head_url, locked=locked)

@@ -121,10 +121,11 @@ class RunningHead:
 class HeadFile:
     """This run's claim on a folder. The first live run there owns the file; a second one only has its own logs."""
 
-    def __init__(self, folder: Path, owned: str | None) -> None:
-        """owned: the content that this run wrote, if it owns the file."""
+    def __init__(self, folder: Path, owned: str | None, owner: RunningHead | None = None) -> None:
+        """owned: the content that this run wrote, if it owns the file. owner: the run that owns it otherwise."""
         self._path = folder / FILE
         self._owned = owned
+        self.owner = owner
         self.logs = folder / ("logs" if owned else f"logs-{socket.gethostname()}-{os.getpid()}")
 
     @classmethod
@@ -140,7 +141,7 @@ class HeadFile:
             fcntl.flock(lock, fcntl.LOCK_EX)  # only while checking and writing
             other = find_running(root)
             if other is not None and other.url != running.url and _accepts(other.url):
-                return cls(folder, owned=None)
+                return cls(folder, owned=None, owner=other)
             unfinished = folder / f"{FILE}.new"
             unfinished.unlink(missing_ok=True)
             try:

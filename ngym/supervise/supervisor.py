@@ -88,6 +88,16 @@ class Supervisor:
         self._head_file: HeadFile | None = None
 
     @property
+    def notice(self) -> str:
+        """What to know if another run owns the folder: commands there find that one. Empty otherwise."""
+        if self._head_file is None or (owner := self._head_file.owner) is None:
+            return ""
+        return (
+            f"another run (process {owner.pid}, {owner.url}) is in this folder, and commands use that one; "
+            f"for this run, give them --head {self.head_url}. Its logs are in {self._head_file.logs}"
+        )
+
+    @property
     def head_url(self) -> str:
         assert self._head is not None, "the head exists while the supervisor runs"
         return self._head.url

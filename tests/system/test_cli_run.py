@@ -158,6 +158,23 @@ def test_however_ng_run_ends_no_process_is_left(
         assert not (folder / ".ngym" / "head.json").exists()
 
 
+def test_a_second_run_in_a_folder_says_that_commands_use_the_first_one(
+    run: Callable[..., Running], folder: Path
+) -> None:
+    first = run()
+    second = subprocess.Popen(command("run"), cwd=folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert second.stdout is not None
+        lines = iter(second.stdout.readline, "")
+        ready = next(line for line in lines if line.startswith("ready in "))
+        head, other = ready.split()[5].rstrip(";"), first.events[-1]["head"]
+        start = f"another run (process {first.process.pid}, {other}) is in this folder, and commands use that one; "
+        assert next(lines).startswith(f"{start}for this run, give them --head {head}. Its logs are in {folder}")
+    finally:
+        second.terminate()
+        second.communicate()
+
+
 def test_a_second_ctrl_c_kills_at_once(run: Callable[..., Running], folder: Path) -> None:
     (folder / "global_config.yaml").write_text(
         "two: {kind: model, app: gym_servers/stubborn}\nngym: {head: {port: 0}}\n"
