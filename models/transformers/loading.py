@@ -34,8 +34,9 @@ def load_model(kind: Any, folder: str, options: Options) -> tuple[Any, Any, int]
     """The tokenizer, the model and its context length. kind: an AutoModel class.
 
     Raises:
-        OSError, ValueError: it cannot be loaded, or its weights are incomplete.
+        OSError, ValueError: it cannot be loaded, its weights are incomplete, or its device is not there.
     """
+    check_device(options)
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     model = load_network(kind, folder, options, tokenizer)
@@ -51,6 +52,17 @@ def device_of(options: Options) -> str:
     if options.device != "auto":
         return options.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(options: Options) -> None:
+    """Raise ValueError if the device of the stanza cannot be used here; a full memory stays a RuntimeError."""
+    try:
+        torch.empty(0, device=options.device if options.device != "auto" else None)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA; no driver; no such name or number
+        if "memory" in str(error):
+            raise
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"device {options.device!r} cannot be used here: {reason}; write device: auto") from None
 
 
 def load_network(kind: Any, folder: str, options: Options, tokenizer: Any) -> Any:

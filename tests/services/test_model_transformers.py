@@ -172,6 +172,15 @@ async def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path):
     assert APP._find("Qwen/Qwen3-0.6B", tmp_path, "policy") == "Qwen/Qwen3-0.6B"
 
 
+async def test_a_device_that_is_not_there_is_one_line(folder: Path, tmp_path: Path):
+    options = APP.Options(model=str(folder), device="cpu:none")
+    context = SimpleNamespace(name="policy", root=tmp_path, options=options)
+    reason = r"device 'cpu:none' cannot be used here: Invalid device string: 'cpu:none'; write device: auto$"
+    with pytest.raises(ConfigError, match=rf"^service 'policy': model '.*' cannot be loaded: {reason}"):
+        async with APP.loaded(context):
+            pass
+
+
 @pytest.mark.parametrize(("change", "reason"), [("missing", "it lacks 1 tensor"), ("nan", "NaN or infinite values")])
 async def test_a_checkpoint_with_incomplete_or_broken_weights_is_one_line(
     folder: Path,
