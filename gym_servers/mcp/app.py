@@ -113,9 +113,8 @@ class Connections:
         except ServiceError as error:
             if isinstance(self.options.server, str):
                 raise
-            raise ConfigError(
-                f"server: {' '.join(self.options.server)}: {error.detail} (its own output is above)"
-            ) from error
+            command = " ".join(" ".join(self.options.server).split())
+            raise ConfigError(f"server: {command}: {error.detail} (its own output is above)") from error
         finally:
             if self.options.shared:
                 self._shared = connection
@@ -358,7 +357,8 @@ def _connection_error(error: BaseException) -> ServiceError:
         error = error.exceptions[0]
     if isinstance(error, ServiceError):
         return error
-    return Unreachable(f"the MCP server cannot be reached: {type(error).__name__}: {error}")
+    reason = " ".join(str(error).split())[:300]  # pydantic's has several lines
+    return Unreachable(f"the MCP server cannot be reached: {type(error).__name__}: {reason}")
 
 
 def callable_tools(tools: Sequence[types.Tool], server: Connections) -> Iterator[Tool]:

@@ -156,10 +156,7 @@ def load_file(file: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ImportError):
-            message = (
-                missing_extra(error, _service(file))
-                or f"{error}; install its dependencies (its README names the extra)"
-            )
+            message = missing_extra(error, _service(file)) or f"{error}; {_remedy(file)}"
             raise ConfigError(f"{file}: {message}") from error
         if isinstance(error, SyntaxError):
             raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
@@ -169,6 +166,14 @@ def load_file(file: Path) -> ModuleType:
             ) from error
         raise
     return module
+
+
+def _remedy(file: Path) -> str:
+    """What to do about a missing package that belongs to no extra."""
+    requirements = file.with_name("requirements.txt")
+    if file.name == "app.py" and requirements.is_file():
+        return f"its stanza needs `requirements: {'/'.join(requirements.parts[-3:])}`"
+    return "install its dependencies (its README names the extra)"
 
 
 def _raised_at(error: BaseException, file: Path) -> str:

@@ -219,6 +219,7 @@ async def test_a_server_that_is_not_there_is_reported_in_one_line():
     for server, error, message in (
         (["no-such-program"], ConfigError, "no-such-program"),
         (["python", "-c", "raise SystemExit(3)"], ConfigError, "raise SystemExit"),
+        (["python", "-c", "print(1)"], ConfigError, r"print\(1\): the MCP server .*output is above\)$"),  # no JSON-RPC
         (
             ["python", "-c", "import time; time.sleep(3600)", "faulty_mcp"],
             ConfigError,
@@ -229,9 +230,10 @@ async def test_a_server_that_is_not_there_is_reported_in_one_line():
     ):
         module = service()
         options = module.Options(server=server, start_timeout_s={"faulty_mcp": 1, LISTS_NOTHING: 5}.get(server[-1], 60))
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message) as caught:
             async with module.Connections(options, Path()) as every:
                 await every.list_tools()
+        assert "\n" not in str(caught.value)
         await until_no_server_is_alive()
 
 

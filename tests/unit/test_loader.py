@@ -31,6 +31,16 @@ def test_what_is_wrong_with_an_authors_file_is_one_line(tmp_path: Path, content:
     assert "\n" not in str(caught.value)
 
 
+def test_packages_of_its_own_are_named_by_its_requirements(tmp_path: Path) -> None:
+    folder = tmp_path / "gym_servers" / "bridge"
+    folder.mkdir(parents=True)
+    (folder / "app.py").write_text("import no_such_module\n")
+    (folder / "requirements.txt").touch()
+    remedy = "; its stanza needs `requirements: gym_servers/bridge/requirements.txt`"
+    with pytest.raises(ConfigError, match=f"app.py: No module named 'no_such_module'{remedy}$"):
+        load(folder / "app.py")
+
+
 def test_what_may_pass_is_not_a_mistake_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("raise TimeoutError('the data server is slow')\n")
     with pytest.raises(TimeoutError):
