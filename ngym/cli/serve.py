@@ -82,6 +82,8 @@ def main(
     from ngym.supervise.supervisor import service_spec
     from ngym.supervise.venvs import find_uv, make, venv_of
 
+    if differs and join is None:
+        raise UsageError("--differs needs --join URL: it names options that may differ from those of that run")
     config = load_config(configs, overrides)
     stanza = config.stanza(name)
     if stanza.app is None:

@@ -170,8 +170,9 @@ class _Call:
     def _gym(self, row: Json, stanzas: Json, known: Mapping[str, Any]) -> str:
         """The gym server that scores this row."""
         if self._server is not None:
-            if self._server not in known:
-                raise UsageError(f"server={self._server!r}: no such gym server{did_you_mean(self._server, known)}")
+            gyms = [name for name in known if name not in stanzas or stanzas[name].get("kind") == "gym_server"]
+            if self._server not in gyms:
+                raise UsageError(f"server={self._server!r}: no such gym server{did_you_mean(self._server, gyms)}")
             return self._server
         agent = agent_name(row)
         if agent is None:

@@ -156,6 +156,8 @@ MISTAKES = [
     ("run --config garbage", "garbage:1: not UTF-8"),
     ("serve my_en", "global_config.yaml: no service named 'my_en' (did you mean 'my_env'?)"),
     ("serve", "ng serve: missing argument 'NAME'"),
+    ("serve my_env --differs model", "--differs needs --join URL"),
+    ("prepare gsm8k --config none.yaml", "none.yaml: no such file"),  # and nothing is downloaded
     ("serve my_env --port 70000", "ng serve: invalid value for '--port': 70000 is not in the range"),
     ("serve my_env --host 10.255.255.1", "NGYM_TOKEN is not set"),
     ("status --head foo", "--head 'foo' is not a service URL"),
@@ -195,7 +197,7 @@ MISTAKES = [
     ("init policy", "'policy' is another key of global_config.yaml; choose another name, such as my_env"),
     ("init x --folder gym_servers", "gym_servers exists and is not empty; nothing was written"),
     ("quickstart --tasks 0", "ng quickstart: invalid value for '--tasks'"),
-    ("quickstart --folder garbage/x", "garbage/x: Not a directory"),
+    ("quickstart --folder garbage/x", "garbage is not a folder; choose another --folder"),
     ("validate --config global_confg.yaml", "global_confg.yaml: no such file (did you mean 'global_config.yaml'?)"),
     ("completion tcsh", "ng completion: invalid value for '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'"),
 ]  # fmt: skip

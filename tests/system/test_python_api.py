@@ -473,6 +473,9 @@ def test_verdicts_have_components_and_failures_say_why(
             ngym.verify(source, server="counter", head=services, progress=False)
     with pytest.raises(ngym.UsageError, match=r"no such gym server \(did you mean 'counter'\?\)"):
         ngym.verify(_rollout(1.0), server="conter", head=services, progress=False)
+    for other in ("policy", "ngym"):
+        with pytest.raises(ngym.UsageError, match=rf"server='{other}': no such gym server \(known: counter.*\)$"):
+            ngym.verify(_rollout(1.0), server=other, head=services, progress=False)
 
 
 @pytest.mark.parametrize("table", ["to_pandas", "to_polars", "to_dataset"])

@@ -99,8 +99,9 @@ def main(
     folder = output or Path("data") / public_set.name
     check_free(folder, public_set.name)
     mirrors = Mirrors(cache, hub.rstrip("/"), github.rstrip("/"), hub_token)
+    stanza = _environment(public_set, configs)[1]  # a mistake in the config is reported before the download
     if dry_run:
-        show_plan(public_set, mirrors, folder, _environment(public_set, configs)[1], as_json)
+        show_plan(public_set, mirrors, folder, stanza, as_json)
         return
     say = partial(click.echo, err=as_json)
     paths = _download(public_set, mirrors, say)
