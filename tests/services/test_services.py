@@ -211,7 +211,7 @@ async def test_a_number_that_the_model_makes_too_large_for_json_breaks_neither_t
     large = "9" * 30
     async with simple_house(scripted_app(calls("add", f'{{"amount": "{large}"}}'), says("done"))) as peers:
         row = await peers["agent"].post("/run", ROW)
-    assert row["response"]["output"][1]["output"] == f'{{"total":"{large}"}}'
+    assert row["response"]["output"][1]["output"] == f'{{"total":{large}}}'
     assert (row["reward"], row["total"]) == (0.0, large)
 
 
@@ -318,7 +318,7 @@ async def test_an_agent_that_swallows_the_environments_failure_gets_no_reward():
 async def test_a_tool_gets_all_digits_of_a_long_integer(amount: int):
     async with simple_house(scripted_app(calls("add", f'{{"amount": {amount}}}'), says("done"))) as peers:
         row = await peers["agent"].post("/run", {**ROW, "target": 7})
-    assert row["response"]["output"][1]["output"] == f'{{"total":"{amount}"}}' and row["reward"] == 0
+    assert row["response"]["output"][1]["output"] == f'{{"total":{amount}}}' and row["reward"] == 0
 
 
 def test_a_last_turn_that_was_not_stepped_is_left_out():

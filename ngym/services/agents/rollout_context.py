@@ -131,7 +131,8 @@ class RolloutContext:
             "the row, or name the gym server that has it as `gym` of the agent (agents/simple can also end rollouts at "
             "a call: execute_tools: false)"
         )
-        return ServiceError(detail, failure="config", upstream={"service": gym, "url": None, "status": None})
+        upstream = {"service": gym, "url": None, "status": None}
+        return ServiceError(detail, status=422, failure="config", upstream=upstream)
 
     async def sample(self, request: Json) -> Json:
         """One model call: returns its Response and records token data, usage and time."""

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from http import HTTPStatus
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import orjson
 from fastapi import FastAPI, Request
@@ -81,6 +81,7 @@ class JsonResponse(Response):
     """
 
     media_type = "application/json"
+    long_integers: Literal["text", "number"] = "text"  # those beyond 64 bits, which most JSON readers round or refuse
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
         if headers and not _OF_CONTENT.isdisjoint(map(str.lower, headers)):
@@ -97,7 +98,7 @@ class JsonResponse(Response):
         except TypeError as error:
             if not any(reason in str(error) for reason in UNREADABLE):
                 raise
-        return _dump(_readable(content))
+        return _dump(_readable(content, self.long_integers))
 
 
 def _dump(content: Any) -> bytes:
@@ -109,19 +110,19 @@ def _dump(content: Any) -> bytes:
         raise BadRequest("the JSON is nested deeper than 250 levels") from None
 
 
-def _readable(value: Any) -> Any:
-    """The same value with integers beyond 64 bits as text, and lone surrogates replaced by a mark."""
+def _readable(value: Any, long_integers: Literal["text", "number"]) -> Any:
+    """The same value with integers beyond 64 bits in this form, and lone surrogates replaced by a mark."""
     match value:
         case BaseModel():
-            return _readable(value.model_dump())
+            return _readable(value.model_dump(), long_integers)
         case dict():
-            return {_readable(key): _readable(member) for key, member in value.items()}
+            return {_readable(key, "text"): _readable(member, long_integers) for key, member in value.items()}
         case list() | tuple():
-            return [_readable(member) for member in value]
+            return [_readable(member, long_integers) for member in value]
         case str():
             return value.encode("utf-8", "replace").decode()
         case int() if not -(1 << 63) <= value < 1 << 64:
-            return str(value)
+            return str(value) if long_integers == "text" else orjson.Fragment(str(value))
     return value
 
 

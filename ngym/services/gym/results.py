@@ -83,8 +83,14 @@ def as_members(result: Any) -> Sequence[Any]:
 
 
 def _text_part(value: Any) -> Json:
-    text = value if isinstance(value, str) else bytes(JsonResponse(value).body).decode()
+    text = value if isinstance(value, str) else bytes(ToolResponse(value).body).decode()
     return {"type": "input_text", "text": text}
+
+
+class ToolResponse(JsonResponse):
+    """The result of a tool as JSON, which the model reads with all digits."""
+
+    long_integers = "number"
 
 
 def tool_response(result: Any, name: str, line: str) -> Response:
@@ -99,7 +105,7 @@ def tool_response(result: Any, name: str, line: str) -> Response:
     try:
         if has_image(result):
             return JsonResponse(content_parts(result), headers={TOOL_OUTPUT_HEADER: PARTS})
-        response = JsonResponse(result)
+        response = ToolResponse(result)
         if b"null" in response.body and has_nan(result):  # JSON has no NaN: the model would read null
             raise ValueError("it contains NaN or an infinity")
         return response

@@ -185,6 +185,17 @@ class VerifyRequest(BaseModel):
     responses_create_params: dict[str, Any]
     response: dict[str, Any]
 
+    @field_validator("responses_create_params")
+    @classmethod
+    def _has_items(cls, params: Json) -> Json:
+        """Check that the input and the tools have a form in which a verifier can look for something."""
+        prompt, tools = params.get("input"), params.get("tools")
+        if not isinstance(prompt, str | None) and not _is_list_of_objects(prompt):
+            raise ValueError("input must be text, or a list of items, which are objects")
+        if tools is not None and not _is_list_of_objects(tools):
+            raise ValueError("tools must be a list of objects")
+        return params
+
     @field_validator("response")
     @classmethod
     def _can_be_read(cls, response: Json) -> Json:
@@ -197,6 +208,10 @@ class VerifyRequest(BaseModel):
     def text(self) -> str:
         """The text of the last assistant message; of a very long one its end (`last_text`); empty if there is none."""
         return last_text(self.response)
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 class VerifyGroup(BaseModel):
