@@ -116,7 +116,7 @@ class QuickstartPaths:
         existing = next((place for place in (self.folder, *self.folder.parents) if place.exists()), Path())
         if not existing.is_dir():
             raise UsageError(f"{existing} is not a folder; choose another --folder")
-        if self.config.exists() and not self.config.read_bytes().startswith(MARK):
+        if self.config.is_file() and not _begins_with(self.config, MARK):
             raise UsageError(f"{self.config} is not of the quickstart, which would replace it; choose another --folder")
         if running := find_running(self.folder):
             raise UsageError(
@@ -137,6 +137,11 @@ class QuickstartPaths:
             )  # `ng_train --overwrite` keeps it, with the rest of that run
             shutil.rmtree(aside, ignore_errors=True)
             self.sft_policy.rename(aside)
+
+
+def _begins_with(file: Path, mark: bytes) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(mark)) == mark
 
 
 def _walk(walk: Walkthrough, places: QuickstartPaths, limit: int, repeats: int, seed: int) -> None:
