@@ -2,7 +2,8 @@
 
     images, token ids -> vision encoder -> vectors in place of the placeholders -> decoder -> hidden states
 
-The vision encoder is trained with `model.train_vision` only. Its vectors get positions in two dimensions in families with `get_rope_index` (Qwen).
+The vision encoder is trained with `model.train_vision` only. Its vectors get positions in two dimensions in families
+with `get_rope_index` (Qwen).
 
 A family whose decoder does not read images as it reads text, such as Gemma 3 (where the tokens of an image see each
 other in both directions), is found by a comparison of hidden states when the model is loaded.
