@@ -432,7 +432,7 @@ async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_
         taking.record_version(0, 0)
         ranked_group = await taking.take()
         await taking.close()
-    assert not down and [row["reward"] for row in ranked_group.rows] == [0.0, 1.0]
+    assert not down and {row["_ng_rollout_index"]: row["reward"] for row in ranked_group.rows} == {0: 0.0, 1: 1.0}
 
 
 async def test_a_text_that_keeps_a_judge_from_its_verdict_is_worth_nothing():
