@@ -20,7 +20,7 @@ from ngym.grading.answers import fenced
 from ngym.grading.number_match import close
 from ngym.sandbox import Limits, Result, Sandbox, SandboxOptions, choose_sandbox
 from ngym.sandbox.providers import LocalOptions
-from ngym.services.base.options import ProjectPath
+from ngym.services.base.options import InputFile
 
 NUMBER = re.compile(r"[-+]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,3})?")
 
@@ -274,7 +274,7 @@ class CodeOptions(ServiceOptions):
     limits: Limits = Field(
         default=Limits(cpu_s=5), description="Of one run: one test of a program, or all calls of a function."
     )
-    tests: ProjectPath | None = Field(
+    tests: InputFile | None = Field(
         default=None,
         description="A file of JSON lines with `task_id`, `test`, `entry_point`, for rows with a task_id; relative to the "
         "config's folder.",

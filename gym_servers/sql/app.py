@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ngym import ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, gym_server
 from ngym.errors import BadRequest
 from ngym.grading.answers import fenced, without_reasoning
-from ngym.services.base.options import ProjectPath
+from ngym.services.base.options import InputFolder
 from ngym.workers import WorkerPool
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -103,7 +103,7 @@ pool = WorkerPool(Path(__file__).with_name("execution.py"), "call", memory_mib=5
 
 
 class SqlOptions(ServiceOptions):
-    databases: ProjectPath | None = Field(
+    databases: InputFolder | None = Field(
         default=None,
         description="Folder of `{database}/*.sqlite`, for rows that name one; relative to the config's folder.",
     )

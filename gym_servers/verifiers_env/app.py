@@ -34,7 +34,7 @@ from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED, Json
 from ngym.services.base.app import add_route
-from ngym.services.base.options import ProjectPath, ServiceContext
+from ngym.services.base.options import InputFolder, ServiceContext
 from ngym.services.gym.results import Image, has_image, tool_response
 from ngym.services.gym.step_server import Step, step_server, turns_of
 from ngym.services.gym.tools import Tool, describe_tool, register_tool
@@ -401,7 +401,7 @@ class Bridge:
 
 class Options(ServiceOptions):
     environment: str = Field(description="The id of an installed environment: the name of its package.")
-    path: ProjectPath | None = Field(
+    path: InputFolder | None = Field(
         default=None, description="Another folder to search for it, relative to the config file."
     )
     taskset: dict[str, Any] = Field(default={}, description="The environment's own options.")

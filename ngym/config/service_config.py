@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -413,6 +414,8 @@ def _check_tls(tls: TlsSettings, tree: ConfigTree) -> TlsSettings:
 
 def _stanza(name: str, tree: ConfigTree) -> Stanza:
     part = subtree(tree, name)
+    of_service = {key: f"{line}: {name}" if line == COMMAND_LINE else line for key, line in part.lines.items()}
+    part = replace(part, lines=of_service)
     if not isinstance(part.values, dict) or not part.values:
         raise ConfigError(f"{tree.where(name)}: {name!r} is not a service: write `{name}: {{kind: ..., app: ...}}`")
     if not name.replace("_", "").replace("-", "").isalnum():

@@ -150,7 +150,7 @@ MISTAKES = [
     ("run --dry-run=3", "ng: option '--dry-run' does not take a value"),
     ("run --only my_en", "global_config.yaml: no service named 'my_en' (did you mean 'my_env'?)"),
     ("run --dry-run polcy.latency_s=1", "command line: no service named 'polcy' (did you mean 'policy'?)"),
-    ("run --dry-run policy.replcas=0 policy.replicas=0", "command line: replicas: "),
+    ("run --dry-run policy.replcas=0 policy.replicas=0", "command line: policy: replicas: "),
     ("run --config global_confg.yaml", "global_confg.yaml: no such file (did you mean 'global_config.yaml'?)"),
     ("run --config folder", "folder: cannot be read: Is a directory"),
     ("run --config garbage", "garbage:1: not UTF-8"),

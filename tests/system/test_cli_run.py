@@ -282,7 +282,7 @@ def test_a_dry_run_on_ray_promises_no_address_of_this_machine(folder: Path) -> N
     [
         (["--config", "nope.yaml"], "nope.yaml: no such file"),
         (["onne.replicas=2"], "no service named 'onne' (did you mean 'one'?)"),
-        (["one.tolerance=2"], "command line: unknown key 'tolerance'"),
+        (["one.tolerance=2"], "command line: one: unknown key 'tolerance'"),
         (["one.app=gym_servers/yess"], "no service at 'gym_servers/yess'"),
     ],
 )

@@ -12,6 +12,7 @@ from ngym.errors import ConfigError
 from ngym.services.base.options import (
     GymServerName,
     InputFile,
+    InputFolder,
     ModelName,
     ProjectPath,
     ServiceName,
@@ -142,6 +143,7 @@ def test_paths_of_options_are_relative_to_the_config_and_input_files_must_exist(
     class Options(ServiceOptions):
         folder: ProjectPath | None = None
         file: InputFile | None = None
+        databases: InputFolder | None = None
 
     (tmp_path / "replies.jsonl").touch()
     there = parse_options(Options, {"folder": "a", "file": "replies.jsonl"}, {}, "c.yaml:5", [], tmp_path)
@@ -150,6 +152,9 @@ def test_paths_of_options_are_relative_to_the_config_and_input_files_must_exist(
         parse_options(Options, {"file": "replys.jsonl"}, {"file": "c.yaml:6"}, "c.yaml:5", [], tmp_path)
     expected = f"c.yaml:6: file: there is no file {tmp_path}/replys.jsonl (did you mean '{tmp_path}/replies.jsonl'?); got 'replys.jsonl'"
     assert str(caught.value) == expected
+    with pytest.raises(ConfigError) as caught:
+        parse_options(Options, {"databases": "replies.jsonl"}, {"databases": "c.yaml:7"}, "c.yaml:5", [], tmp_path)
+    assert str(caught.value) == (f"c.yaml:7: databases: {tmp_path}/replies.jsonl is no folder; got 'replies.jsonl'")
 
 
 def test_a_missing_service_that_only_a_default_names_is_reported_with_the_key_to_write():

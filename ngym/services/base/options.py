@@ -50,10 +50,18 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def _existing_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder" if path.exists() else f"there is no folder {path}{near_file(path)}")
+    return path
+
+
 ProjectPath = Annotated[Path, AfterValidator(_in_project)]
 """An option with a path, relative to the config's folder."""
 InputFile = Annotated[ProjectPath, AfterValidator(_existing)]
 """The same, of a file that must exist when the service starts."""
+InputFolder = Annotated[ProjectPath, AfterValidator(_existing_folder)]
+"""The same, of a folder that must exist when the service starts."""
 
 
 class ServiceOptions(BaseModel):
