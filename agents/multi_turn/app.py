@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from ngym import AgentOptions, ModelName, RolloutContext, ServiceError, agent
+from ngym.convert import content_text
 from ngym.errors import BadRequest, Boundary
 from ngym.grading.answers import last_text, without_reasoning
 from ngym.services.agents.rollout_context import act, as_items, user
@@ -97,11 +98,14 @@ async def _next_user_turn(rollout: RolloutContext, dialogue: list[dict[str, Any]
 
 
 def _visible_messages(dialogue: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The dialogue with swapped roles, for the model that plays the user; without tool calls and reasoning."""
+    """The dialogue with swapped roles, for the model that plays the user; without tool calls and reasoning.
+
+    What it has said itself is text, also where the row's prompt has images: model APIs refuse them in an answer.
+    """
     messages = []
     for item in dialogue:
         if item.get("role") == "user":
-            messages.append({"role": "assistant", "content": item["content"]})
+            messages.append({"role": "assistant", "content": content_text(item["content"]) or "(an image)"})
         elif item.get("role") == "assistant":
             messages.append(user(without_reasoning(last_text({"output": [item]}))))
     return messages

@@ -10,7 +10,8 @@ from local_services import local_services
 from shipped_gym import ROOT, calls, says
 from waiting import PATIENCE_S, reserved_port
 
-from ngym.errors import ServiceError
+from ngym import RolloutContext, agent, model_server
+from ngym.errors import ConfigError, ServiceError
 from ngym.schema import SESSION_HEADER
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.options import ServiceOptions
@@ -93,6 +94,35 @@ async def test_a_user_that_a_model_plays_sees_the_assistants_words_only_and_ends
     assert (user_texts, scored["reward"], scored["ng"]["stop_reason"]) == (["add 4"], 1.0, "user_done")
 
 
+async def test_the_model_that_plays_the_user_gets_the_text_of_a_prompt_with_an_image():
+    seen = []
+
+    async def respond(request, call):
+        seen.append(request["input"])
+        return {"output": [says("###DONE###")]}
+
+    content = [
+        {"type": "input_text", "text": "Which colour?"},
+        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
+    ]
+    apps = {
+        "counter": service("gym_servers/counter"),
+        "agent": service("agents/multi_turn"),
+        "policy": service("models/scripted"),
+        "person": model_server(respond=respond),
+    }
+    configured = {
+        "agent": {"gym": "counter", "model": "policy", "user": "person"},
+        "policy": {"replies": [{"text": "Red."}]},
+    }
+    row = task([{"role": "user", "content": content}], user_scenario="Ask.")
+    async with local_services(configured, **apps) as peers:
+        scored = await peers["agent"].post("/run", row)
+    assert scored["ng"]["stop_reason"] == "user_done"
+    said = [(item["role"], item["content"]) for item in seen[0]]
+    assert said == [("assistant", "Which colour?"), ("user", "Red.")]
+
+
 async def test_a_user_who_never_ends_is_cut_off():
     scored = await talk(task(user_turns=["more"] * 50), max_turns=3)
     assert roles(scored).count("user") == 3
@@ -129,6 +159,33 @@ async def test_a_user_that_is_written_wrongly_is_named(row: dict[str, Any], mess
 async def test_a_row_in_which_no_one_speaks_says_so():
     with pytest.raises(ServiceError, match="neither input nor user_turns"):
         await talk(task([]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "line"),
+    [
+        (None, "the agent's respond returned None: a Response has `output`, a list of items"),
+        ({"text": "7"}, "the agent's respond returned {'text': '7'}: a Response has"),
+        ({"output": None}, "output must be a list of items, not NoneType"),
+        ({"output": [3]}, r"output\[0\] must be an object, not int"),
+    ],
+)
+async def test_what_an_agent_may_not_return_is_named(returned: Any, line: str):
+    async def respond(request: dict[str, Any], rollout: RolloutContext) -> Any:
+        return returned
+
+    apps = {"counter": service("gym_servers/counter"), "policy": service("models/scripted")}
+    async with local_services(
+        {"agent": {"gym": "counter", "model": "policy"}}, agent=agent(respond=respond), **apps
+    ) as peers:
+        with pytest.raises(ServiceError, match=line) as caught:
+            await peers["agent"].post("/run", task())
+    assert caught.value.failure == "agent_error"
+
+
+def test_an_agent_whose_respond_cannot_be_called_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"write `async def respond\(request, rollout\)`"):
+        agent(respond=lambda request, rollout: request)
 
 
 def somebody_elses(do):

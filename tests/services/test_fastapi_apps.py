@@ -20,7 +20,7 @@ from local_services import bound_socket, local_services
 from paths import ROOT
 from waiting import PATIENCE_S
 
-from ngym import ConfigError, ServiceContext, ServiceOptions, Session, VerifyRequest, gym_server
+from ngym import ConfigError, ServiceContext, ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
 from ngym.net.auth import RUN_TOKEN, TokenAuth, TokenAuthMiddleware
 from ngym.services.base.app import load
 
@@ -49,6 +49,23 @@ def counter() -> FastAPI:
 def load_app(path: str) -> FastAPI:
     app: FastAPI = load(ROOT / path / "app.py").app
     return app
+
+
+async def test_the_answer_to_a_bug_in_a_route_says_that_the_connection_is_closed():
+    """uvicorn closes it, and a client that sends its next request on it loses this one."""
+    app = counter()
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise KeyError("a bug")
+
+    async with local_services(env=app) as peers:
+        with pytest.raises(ServiceError, match="/broken failed: KeyError"):
+            await peers["env"].request("GET", "/broken", None)
+        await peers["env"].request("GET", "/ready", None)
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"{peers.urls['env'][0]}/broken")
+    assert (answer.status_code, answer.headers["connection"]) == (500, "close")
 
 
 def test_fastapis_test_client_drives_a_gym_server_with_and_without_its_lifespan():

@@ -22,6 +22,10 @@ from ngym.services.base.app import load
 from ngym.services.models.server import ModelOptions
 
 
+async def noted(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+    return {"output": []}
+
+
 def replying(text: str = "4", **response: Any):
     """A model that says `text`; what it was asked is in the list that comes with it."""
     requests: list[tuple[dict[str, Any], ModelCall]] = []
@@ -137,9 +141,95 @@ async def test_what_the_lifespan_yields_is_there_for_every_call():
     assert ended == ["policy"]
 
 
-def test_a_respond_that_is_not_async_is_refused_at_once():
-    with pytest.raises(ConfigError, match="async def respond"):
-        model_server(respond=lambda request, call: {})  # type: ignore[arg-type,return-value]
+async def _without_call(request):
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("functions", "line"),
+    [
+        ({"respond": lambda request, call: {}}, r"write `async def respond\(request, call\)`$"),
+        ({"respond": _without_call}, "write `async def respond.*; with these arguments: too many positional arguments"),
+        ({"respond": None}, "write `async def respond"),
+        ({"respond": noted, "stream": noted}, r"write `async def stream\(request, call\)` that yields"),
+        ({"respond": noted, "count_tokens": len}, r"write `async def count_tokens\(request, call\)`"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_at_once(functions: dict[str, Any], line: str):
+    with pytest.raises(ConfigError, match=line):
+        model_server(**functions)
+
+
+RETURNED = {
+    "responses": [
+        (None, "is not a Response with `output`"),
+        ({"choices": []}, "is not a Response with `output`"),
+        ({"output": [3]}, r"has an item without a type, output[0]"),
+        ({"output": [{"type": "message"}]}, "has a message whose content is neither a text nor a list of parts"),
+        ({"output": [{"type": "function_call", "name": "add", "arguments": {}}]}, "without the texts name, arguments"),
+        ({"output": [], "usage": "none"}, "has a usage that is not an object"),
+        ({"output": [], "id": 5}, "has another id than a text"),
+    ],
+    "chat": [
+        ("4", "is not a Chat Completion with `choices`, each with a `message`"),
+        ({"choices": []}, "is not a Chat Completion"),
+        ({"error": {"message": "no room"}}, "is not a Chat Completion"),
+    ],
+}
+CALLS = {
+    "/v1/responses": {"input": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8},
+}
+
+
+@pytest.mark.parametrize("api", ["responses", "chat"])
+async def test_what_respond_may_not_return_is_named_in_every_api(api: Any):
+    returned: list[Any] = []
+
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        answer: dict[str, Any] = returned[-1]
+        return answer
+
+    async with client_of(model_server(respond=respond, api=api)) as client:
+        for answer, line in RETURNED[api]:
+            returned.append(answer)
+            for path, body in CALLS.items():
+                refused = await client.post(path, json=body)
+                said = refused.json()["error"]["message"]
+                assert refused.status_code == 500 and said.startswith("the model's answer ") and line in said, said
+
+
+@pytest.mark.parametrize(
+    ("api", "answer"),
+    [
+        ("responses", {"output": [{"type": "message", "role": "assistant", "content": "Four."}]}),
+        ("chat", {"choices": [{"message": {"content": "Four."}}]}),
+    ],
+)
+async def test_fields_that_respond_left_out_are_added(api: Any, answer: dict[str, Any]):
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        return answer
+
+    async with client_of(model_server(respond=respond, api=api)) as client:
+        sdk = AsyncOpenAI(base_url=f"{client.base_url}/v1", api_key="none")
+        response = await sdk.responses.create(model="policy", input="2+2?")
+        completion = await sdk.chat.completions.create(model="policy", messages=[{"role": "user", "content": "2+2?"}])
+        message = (await client.post("/v1/messages", json=CALLS["/v1/messages"])).json()
+        async for event in await sdk.responses.create(model="policy", input="2+2?", stream=True):
+            last = event
+    assert response.output_text == completion.choices[0].message.content == message["content"][0]["text"] == "Four."
+    assert response.id.startswith("resp_") and (response.model, completion.model) == ("policy", "policy")
+    assert response.status == "completed" and last.type == "response.completed"
+
+
+async def test_a_bug_in_respond_is_reported_with_its_line():
+    async def respond(request: dict[str, Any], call: ModelCall) -> dict[str, Any]:
+        return {"output": request["nothing"]}
+
+    async with client_of(model_server(respond=respond)) as client:
+        answer = await client.post("/v1/responses", json={"input": "x"})
+    assert "the model failed: KeyError: 'nothing' (test_model_server.py:" in answer.json()["detail"]
 
 
 async def test_a_stream_has_every_event_numbered_and_ends():

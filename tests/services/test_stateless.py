@@ -17,8 +17,7 @@ from ngym.peers import Peer
 from ngym.schema import IDEMPOTENCY_HEADER, SESSION_HEADER
 from ngym.services.agents import server as agents
 from ngym.services.agents.rollout_context import act
-from ngym.services.base.app import load
-from ngym.services.gym.tools import SignatureError
+from ngym.services.base.app import SignatureError, load
 
 ROW = {"responses_create_params": {"input": "Say 3."}, "answer": "3"}
 

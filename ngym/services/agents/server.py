@@ -23,7 +23,8 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from ngym.errors import BadRequest, Boundary, NotFound, PeerTimeout, ServiceError
+from ngym.errors import BadRequest, Boundary, NotFound, PeerTimeout, ServiceError, shorten
+from ngym.grading.answers import response_problem
 from ngym.grading.group_rewards import ROUTE, TIMEOUT_S
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, ROW_BYTES, by_size, serialize
@@ -34,7 +35,7 @@ from ngym.rollout import without_tokens
 from ngym.runtime.event_loop import run_endlessly
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
-from ngym.services.base.app import OBJECT, JsonResponse, add_route, context_of, object_of, service_app
+from ngym.services.base.app import OBJECT, JsonResponse, add_route, check_async, context_of, object_of, service_app
 from ngym.services.base.middleware import invoke_agent
 from ngym.services.base.options import GymServerName, ModelName, ServiceContext, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
@@ -42,6 +43,7 @@ from ngym.services.base.request_bodies import json_body, off_loop
 STARTS_PER_TURN = 8  # rollouts that begin in one turn of the event loop
 PROMPT_DIGEST_CHARS = 1000
 MAX_SHOWN = 500  # running rollouts in one answer
+SHOWN_CHARS = 200
 METRICS_S = 120.0
 END_SESSION_TIMEOUT_S = 10.0
 HEAD_POLL_S = 5.0  # between two questions to the head
@@ -112,13 +114,17 @@ def agent(
     """An agent as an application.
 
     Args:
-        respond: `(request, rollout)` -> a Response whose output is the whole trajectory. `request` is a Responses
+        respond: `async (request, rollout)` -> a Response whose output is the whole trajectory. `request` is a Responses
             create params object; `rollout.sample`, `rollout.call_tool` and `rollout.finish` do the work.
         options: the record of the stanza's own keys; derives from AgentOptions.
         lifespan: `async with lifespan(context) as state` around serving; rollouts find what it yields in
             `rollout.state`.
         seeds: begin the session with /seed_session. False: `respond` begins it (agents/gymnasium: /reset).
+
+    Raises:
+        SignatureError: `respond` is not async, or cannot be called with these arguments.
     """
+    check_async(respond, "respond(request, rollout)")
 
     @asynccontextmanager
     async def running(context: ServiceContext) -> AsyncIterator[None]:
@@ -407,6 +413,7 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
             response = await respond(params, rollout)
         if rollout.failure is not None:
             raise rollout.failure
+        _check_response(response)
     except ServiceError as error:
         if rollout.failure is None:
             await rollout.check_replica()
@@ -414,6 +421,18 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
     finally:
         rollout.failure = None  # its traceback holds the rollout: a circle that would keep the row alive
     return await rollout.with_captured(response)
+
+
+def _check_response(response: Any) -> None:
+    """Raise ServiceError if a verifier could not read this Response."""
+    if not isinstance(response, dict) or "output" not in response:
+        problem = "a Response has `output`, a list of items"
+    else:
+        problem = response_problem(response) or ""
+    if problem:
+        raise ServiceError(
+            f"the agent's respond returned {shorten(repr(response), SHOWN_CHARS)}: {problem}", failure="agent_error"
+        )
 
 
 async def _end_session(rollout: RolloutContext) -> None:

@@ -5,11 +5,13 @@ middleware).
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +58,45 @@ OBJECT: Json = {"type": "object"}
 _OF_CONTENT = frozenset({"content-length", "content-type"})
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 _IN_PATH: Json = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
+class SignatureError(ConfigError, TypeError):
+    """A function of the author's that cannot be called: `app.py:12: look: what is wrong`."""
+
+
+def signature_error(function: Callable[..., Any], what: str) -> SignatureError:
+    line = line_of(function, whole=True)
+    name = getattr(function, "__name__", repr(function))
+    return SignatureError(f"{line}: {name}: {what}" if line else f"{name}: {what}")
+
+
+def line_of(function: Callable[..., Any], *, whole: bool = False) -> str:
+    """`app.py:12`, where the function begins; "" if it has no Python code. whole: with the file's folder."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    return f"{code.co_filename if whole else Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def check_async(function: Any, form: str, *, yields: bool = False) -> None:
+    """Check a function of the author's.
+
+    Args:
+        form: its usual name and the positional arguments that it is called with: `respond(request, call)`.
+        yields: it is an async generator; otherwise it is awaited.
+
+    Raises:
+        SignatureError: it is not of this kind, or takes other arguments.
+    """
+    called = function if inspect.isroutine(function) or isinstance(function, partial) else type(function).__call__
+    is_kind = inspect.isasyncgenfunction if yields else inspect.iscoroutinefunction
+    expected = f"write `async def {form}`" + (" that yields" if yields else "")
+    if not callable(function) or not is_kind(called):
+        raise signature_error(function, expected)
+    try:
+        inspect.signature(function).bind(*form.partition("(")[2].split(", "))
+    except TypeError as error:
+        raise signature_error(function, f"{expected}; with these arguments: {error}") from None
 
 
 def load(file: Path) -> ModuleType:
@@ -429,7 +470,9 @@ async def _no_memory(request: Request, error: Exception) -> Response:
 
 async def _bug(request: Request, error: Exception) -> Response:
     """An unexpected exception: the response has only its class; the traceback goes to the log (uvicorn prints it)."""
-    return _problem(request, ServiceError(f"{request.url.path} failed: {type(error).__name__}", retryable=False))
+    response = _problem(request, ServiceError(f"{request.url.path} failed: {type(error).__name__}", retryable=False))
+    response.headers["connection"] = "close"  # uvicorn closes it: no client may send another request on it
+    return response
 
 
 async def _health(request: Request) -> Response:

@@ -23,7 +23,7 @@ from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.net.request_context import header
 from ngym.schema import APPLIED_HEADER, LARGEST_REWARD, MINIMAL, PREFER_HEADER, SESSION_HEADER, Json, is_reward
 from ngym.services.base import middleware
-from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, add_route, object_of, service_app
+from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, SignatureError, add_route, object_of, service_app
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp_route import McpRoute
@@ -42,7 +42,6 @@ from ngym.services.gym.sessions import (
 )
 from ngym.services.gym.tools import (
     AuthorFunction,
-    SignatureError,
     check_options_type,
     check_reward_type,
     inspect_function,

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
 from warnings import catch_warnings, simplefilter
 
@@ -17,12 +16,12 @@ from pydantic import BaseModel, Field, PydanticUserError, TypeAdapter, create_mo
 from starlette.responses import Response
 from starlette.routing import Match
 
-from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError, ToolError, UpstreamError, source_location
+from ngym.errors import BadRequest, Boundary, ServiceError, ToolError, UpstreamError, source_location
 from ngym.net.json_limits import LONG_NUMBER
 from ngym.net.request_context import header
 from ngym.peers import Peers
 from ngym.schema import RESERVED, TOOL_ERRORS_HEADER, Json
-from ngym.services.base.app import add_route, context_of
+from ngym.services.base.app import add_route, context_of, line_of, signature_error
 from ngym.services.base.middleware import execute_tool
 from ngym.services.base.options import ServiceOptions, check_result
 from ngym.services.base.request_bodies import CALL_WEIGHT, in_thread, json_body, off_loop, valid_body
@@ -59,10 +58,6 @@ class Tool(NamedTuple):
             if span.is_recording:
                 span.set_content("gen_ai.tool.call.result", bytes(answer.body).decode("utf-8", "replace"))
             return answer
-
-
-class SignatureError(ConfigError, TypeError):
-    """A function of the author's that cannot be called: `app.py:12: look: what is wrong`."""
 
 
 class AuthorFunction(NamedTuple):
@@ -171,10 +166,10 @@ def tool_of_function(function: Callable[..., Any]) -> Tool:
             raise ToolError(error.detail, extra=error.extra) from None
         with Boundary("tool_error", f"{name} failed", places=True, retryable=True):
             result = await author.run(body, session, request)
-        return tool_response(result, name, _line_of(author.call))
+        return tool_response(result, name, line_of(author.call))
 
     described_tool, takes_session = _describe(name, author), author.session is not None
-    return Tool(described_tool, call, _result_schema(function), _line_of(author.call), takes_session)
+    return Tool(described_tool, call, _result_schema(function), line_of(author.call), takes_session)
 
 
 def _result_schema(function: Callable[..., Any]) -> Json:
@@ -196,7 +191,7 @@ def inspect_function(function: Callable[..., Any], base: type[BaseModel], *, fie
         SignatureError: a parameter has no type or cannot be filled.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise _signature_error(function, "it is a generator; return the value instead of yielding it")
+        raise signature_error(function, "it is a generator; return the value instead of yielding it")
     hints = _hints(function)
     services: dict[str, str] = {}
     others: dict[str, inspect.Parameter] = {}
@@ -231,7 +226,7 @@ def check_reward_type(verify: Callable[..., Any]) -> None:
     hint = _hints(verify).get("return")
     kind = get_origin(hint) or hint
     if isinstance(kind, type) and issubclass(kind, NO_REWARD) and not hasattr(kind, "_fields"):
-        raise _signature_error(
+        raise signature_error(
             verify, f"it returns {kind.__name__}; a reward is a number, None, or a record with 'reward'"
         )
 
@@ -241,7 +236,7 @@ def check_options_type(functions: Iterable[Callable[..., Any]], options: type[Se
     for function in functions:
         for name, kind in _hints(function).items():
             if isinstance(kind, type) and issubclass(kind, ServiceOptions) and not issubclass(options, kind):
-                raise _signature_error(
+                raise signature_error(
                     function,
                     f"parameter {name!r} is a {kind.__name__}, but the gym server has {options.__name__}: write "
                     f"gym_server(options={kind.__name__}, ...)",
@@ -255,7 +250,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         hints = get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
-        raise _signature_error(
+        raise signature_error(
             function, f"a type hint cannot be read: {error} (import it outside of TYPE_CHECKING)"
         ) from None
     return hints
@@ -267,14 +262,14 @@ def _check_parameter(
     """base: of the one record that it takes; "" for a tool, whose parameters may be anything."""
     name = parameter.name
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        raise _signature_error(function, f"parameter {name!r} cannot be filled by name: leave out '*', '**' and '/'")
+        raise signature_error(function, f"parameter {name!r} cannot be filled by name: leave out '*', '**' and '/'")
     if name not in hints:
         expected = (
             f"a type: {base}, or a record derived from it" if base else "a type such as `str`, or a pydantic model"
         )
-        raise _signature_error(function, f"parameter {name!r} needs {expected}; also Session, ServiceOptions or Peers")
+        raise signature_error(function, f"parameter {name!r} needs {expected}; also Session, ServiceOptions or Peers")
     if any(isinstance(mark, Depends) for mark in (parameter.default, *getattr(hints[name], "__metadata__", ()))):
-        raise _signature_error(
+        raise signature_error(
             function,
             f"parameter {name!r}: Depends() works in routes that you add to `app` yourself; here, take Session, "
             "ServiceOptions or Peers, or create the object in `lifespan`",
@@ -297,14 +292,14 @@ def _body_record(
     if not fields:
         expected = f"{base.__name__}, or a record derived from it"
         if not others:
-            raise _signature_error(function, f"no parameter is a {expected}; it receives the row and the response")
+            raise signature_error(function, f"no parameter is a {expected}; it receives the row and the response")
         name = next(name for name in [*list(others)[1:], *others] if not _is_a(hints[name], base))
         type_name = getattr(hints[name], "__name__", str(hints[name]))
-        raise _signature_error(
+        raise signature_error(
             function, f"parameter {name!r} is of type {type_name}; take one parameter of type {expected}"
         )
     if "body" in others and (get_origin(hints["body"]) or hints["body"]) is dict:
-        raise _signature_error(
+        raise signature_error(
             function,
             "a dict has no schema that a model could follow: write a parameter for each argument (`word: str, limit: "
             "int = 5`), or give 'body' a pydantic model",
@@ -323,7 +318,7 @@ def _fields_of(
     described = read_docstring(inspect.getdoc(function) or "")[1]
     unknown = next((name for name in described if name not in inspect.signature(function).parameters), None)
     if unknown is not None:
-        raise _signature_error(function, f"its docstring describes {unknown!r}, which is not a parameter")
+        raise signature_error(function, f"its docstring describes {unknown!r}, which is not a parameter")
     fields: dict[str, Any] = {}
     for name, parameter in others.items():
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -335,7 +330,7 @@ def _fields_of(
         model.model_json_schema()
     except (PydanticUserError, NameError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise _signature_error(function, f"its parameters cannot be arguments of a tool: {reason}") from None
+        raise signature_error(function, f"its parameters cannot be arguments of a tool: {reason}") from None
     return model
 
 
@@ -344,24 +339,10 @@ def _description(function: Callable[..., Any], others: dict[str, inspect.Paramet
     return whole if body_name else read_docstring(whole)[0]
 
 
-def _signature_error(function: Callable[..., Any], what: str) -> SignatureError:
-    line = _line_of(function, whole=True)
-    name = getattr(function, "__name__", repr(function))
-    return SignatureError(f"{line}: {name}: {what}" if line else f"{name}: {what}")
-
-
-def _line_of(function: Callable[..., Any], *, whole: bool = False) -> str:
-    """`app.py:12`, where the function begins; "" if it has no Python code. whole: with the file's folder."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return ""
-    return f"{code.co_filename if whole else Path(code.co_filename).name}:{code.co_firstlineno}"
-
-
 def _tool_name(tool: Callable[..., Any]) -> str:
     name = getattr(tool, "__name__", "")
     if name in RESERVED or not name.isidentifier():
-        raise _signature_error(
+        raise signature_error(
             tool, f"a tool cannot be called {name!r}: that is a route of every gym server, or not a valid name"
         )
     return name

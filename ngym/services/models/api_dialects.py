@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ngym.convert import (
     SSE_DONE,
@@ -31,16 +32,81 @@ from ngym.convert import (
     create_params,
     create_params_from_messages_api,
     messages_api_from_chat,
+    new_response,
+    output_text,
     refuse_token_ids,
     response_events,
     response_from_chat,
     with_token_ids,
 )
-from ngym.errors import ServiceError, openai_refusal
+from ngym.errors import ServiceError, openai_refusal, shorten
 from ngym.schema import Json
 
 Native = Literal["responses", "chat"]
 ClientName = Literal["responses", "chat", "messages"]
+WHOLE_FIELDS: dict[Native, frozenset[str]] = {
+    "responses": frozenset({"id", "object", "created_at", "model", "status"}),
+    "chat": frozenset({"id", "object", "created", "model"}),
+}
+SHOWN_CHARS = 200
+
+
+def whole_answer(answer: Any, native: Native, request: Json) -> Json:
+    """What `respond` returned, with the fields that every client expects.
+
+    Raises:
+        ServiceError: it is not a Response or Chat Completion.
+    """
+    problem = (_response_problem if native == "responses" else _completion_problem)(answer)
+    if problem is not None:
+        raise ServiceError(f"the model's answer {problem}: {shorten(repr(answer), SHOWN_CHARS)}", failure="model_error")
+    whole: Json = answer
+    if whole.keys() >= WHOLE_FIELDS[native]:
+        return whole
+    stem, model = secrets.token_hex(12), request.get("model") or ""
+    if native == "responses":
+        usage = whole.get("usage")
+        return new_response(request, whole["output"], response_id=f"resp_{stem}", model=model, usage=usage) | whole
+    head = {"id": f"chatcmpl-{stem}", "object": "chat.completion", "created": int(time.time()), "model": model}
+    return head | whole
+
+
+def _response_problem(answer: Any) -> str | None:
+    """What is wrong with a Response; None if it can be used. A text as content becomes its one part."""
+    items = answer.get("output") if isinstance(answer, dict) else None
+    if not isinstance(items, list):
+        return "is not a Response with `output`, a list of items"
+    for index, item in enumerate(items):
+        match item:
+            case {"type": "message", "content": [*parts]} if all(isinstance(part, dict) for part in parts):
+                continue
+            case {"type": "message", "content": str(text)}:
+                item["content"] = [output_text(text)]
+                continue
+            case {"type": "message"}:
+                return f"has a message whose content is neither a text nor a list of parts, output[{index}]"
+            case {"type": "function_call", "name": str(), "arguments": str(), "call_id": str()}:
+                continue
+            case {"type": "function_call"}:
+                return f"has a function_call without the texts name, arguments and call_id, output[{index}]"
+            case {"type": str()}:
+                continue
+        return f"has an item without a type, output[{index}]"
+    return _field_problem(answer)
+
+
+def _completion_problem(answer: Any) -> str | None:
+    match answer:
+        case {"choices": [{"message": dict()}, *_]}:
+            return _field_problem(answer)
+    return "is not a Chat Completion with `choices`, each with a `message`"
+
+
+def _field_problem(answer: Json) -> str | None:
+    if not isinstance(answer.get("usage") or {}, dict):
+        return "has a usage that is not an object"
+    wrong = next((name for name in ("id", "model") if not isinstance(answer.get(name, ""), str)), None)
+    return wrong and f"has another {wrong} than a text"
 
 
 class Converter(Protocol):

@@ -36,7 +36,7 @@ from ngym.services.base.app import JsonResponse, context_of
 from ngym.services.base.middleware import Admission, EventStream, Handler, whole_stream
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop, whole_body
-from ngym.services.models.api_dialects import ApiDialect, Native
+from ngym.services.models.api_dialects import ApiDialect, Native, whole_answer
 from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_prior_call
 from ngym.telemetry import tracing
 
@@ -403,7 +403,7 @@ class RequestHandler:
                 active = await off_loop(
                     request, self._active_call, request, dialect, body, await request.body(), rollout_of(request)
                 )
-                with Boundary("model_error", "the model failed"):
+                with Boundary("model_error", "the model failed", places=True):
                     return JsonResponse({"input_tokens": await count(active.native, active.call)})
 
         return handle
@@ -432,8 +432,9 @@ class RequestHandler:
         return ActiveCall(body, native, call, record, question, stored)
 
     async def _respond(self, active: ActiveCall) -> Json:
-        with active.record, Boundary("model_error", "the model failed"):
-            answer = await self._back_end.respond(active.native, active.call)
+        with active.record, Boundary("model_error", "the model failed", places=True):
+            given = await self._back_end.respond(active.native, active.call)
+            answer = whole_answer(given, self._back_end.native, active.native)
             self._keep(active, answer)
         return answer
 
@@ -470,7 +471,7 @@ class RequestHandler:
         writer = Writer(dialect, active.body, active.stored is not None)
         last_parts: list[bytes] = []
         try:
-            with active.record, Boundary("model_error", "the model failed"):
+            with active.record, Boundary("model_error", "the model failed", places=True):
                 async for event in events:
                     whole.take(event)
                     written = writer.encode(converter.take(event))

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,10 +16,19 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ngym.convert import ReasoningStyle
-from ngym.errors import BadRequest, ConfigError, NotFound, openai_refusal
+from ngym.errors import BadRequest, NotFound, openai_refusal
 from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
-from ngym.services.base.app import OBJECT, STRING, JsonResponse, add_route, context_of, object_of, service_app
+from ngym.services.base.app import (
+    OBJECT,
+    STRING,
+    JsonResponse,
+    add_route,
+    check_async,
+    context_of,
+    object_of,
+    service_app,
+)
 from ngym.services.base.middleware import MEDIA_TYPE, Admission
 from ngym.services.base.options import ServiceContext, ServiceOptions
 from ngym.services.models.api_dialects import Native, api_dialects
@@ -111,7 +119,8 @@ def model_server(
     `/rollouts/{id}` whose answers have token data are captured: `GET /rollouts/{id}/segments`.
 
     Args:
-        respond: `async (request, call)` -> a Response, or with `api="chat"` a Chat Completion. `request` is a checked
+        respond: `async (request, call)` -> a Response, or with `api="chat"` a Chat Completion; fields other than
+            `output` or `choices` are added where they are missing. `request` is a checked
             request without nulls, without `stream` and without the token fields that a client sent back; those are in
             `call.seen`. A ServiceError becomes the answer. It is cancelled when the client hangs up.
         stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
@@ -122,11 +131,15 @@ def model_server(
         api: the back end's native API.
         options: the record of the stanza's own keys; derives from ModelOptions.
         lifespan: `async with lifespan(context) as state` around serving; calls find what it yields in `call.state`.
+
+    Raises:
+        SignatureError: a function is not async, or cannot be called with these arguments.
     """
-    if not inspect.iscoroutinefunction(respond):
-        raise ConfigError(f"model_server: respond must be `async def respond(request, call)`, not {respond!r}")
-    if stream is not None and not inspect.isasyncgenfunction(stream):
-        raise ConfigError(f"model_server: stream must be `async def stream(request, call)` with yield, not {stream!r}")
+    check_async(respond, "respond(request, call)")
+    if stream is not None:
+        check_async(stream, "stream(request, call)", yields=True)
+    if count_tokens is not None:
+        check_async(count_tokens, "count_tokens(request, call)")
 
     @asynccontextmanager
     async def running(context: ServiceContext) -> AsyncIterator[None]:
