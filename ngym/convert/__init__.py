@@ -62,12 +62,20 @@ from ngym.convert.chat_requests import (
     with_token_ids,
     without_allowed_tools,
 )
-from ngym.convert.reasoning import ReasoningStyle, join_think, split_think
+from ngym.convert.reasoning import ENDED_EARLY, ReasoningStyle, join_think, split_think
 from ngym.convert.request_validation import check_chat_request, check_create_params
-from ngym.convert.streams import SSE_DONE, ChunkStream, ResponseStream, chat_chunks, response_events, sse
+from ngym.convert.streams import (
+    FINISHED_EVENTS,
+    SSE_DONE,
+    ChunkStream,
+    ResponseStream,
+    chat_chunks,
+    response_events,
+    sse,
+)
 
 __all__ = [
-    "SSE_DONE", "ChunkStream", "MaxTokensField", "MessageChunks", "MessagesStream", "ReasoningStyle",
+    "ENDED_EARLY", "FINISHED_EVENTS", "SSE_DONE", "ChunkStream", "MaxTokensField", "MessageChunks", "MessagesStream", "ReasoningStyle",
     "ResponseStream", "chat_chunks", "chat_content", "chat_from_message", "chat_from_messages_api", "chat_from_response",
     "chat_request", "check_chat_request", "check_create_params", "check_messages_request", "content_text",
     "create_params", "create_params_from_messages_api", "extra_body", "finish_reason", "items_from_messages",

@@ -9,7 +9,15 @@ import orjson
 
 from ngym.convert.chat_items import CallIds, message_item, output_text, reasoning_item
 from ngym.convert.chat_requests import INCOMPLETE, chat_from_response, new_response, usage_from_chat, wants_logprobs
-from ngym.convert.reasoning import BETWEEN, Block, ChunkReader, ReasoningPiece, ReasoningStyle, block_from_reasoning
+from ngym.convert.reasoning import (
+    BETWEEN,
+    ENDED_EARLY,
+    Block,
+    ChunkReader,
+    ReasoningPiece,
+    ReasoningStyle,
+    block_from_reasoning,
+)
 from ngym.schema import Json, token_fields
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -26,7 +34,7 @@ _SAID = {  # events with text -> the field of a chunk's delta for it
     "response.reasoning_text.delta": "reasoning_content",
     "response.reasoning_summary_text.delta": "reasoning_content",
 }
-_LAST = frozenset({"response.completed", "response.incomplete"})
+FINISHED_EVENTS = frozenset({"response.completed", "response.incomplete"})
 
 
 def sse(event: Json) -> bytes:
@@ -248,7 +256,7 @@ class ChunkStream:
             yield self._arguments(event["output_index"], event["delta"])
         elif kind == "response.output_item.done":
             yield from self._rest(event["item"], event["output_index"])
-        elif kind in _LAST:
+        elif kind in FINISHED_EVENTS:
             yield from self._last_chunks(event["response"])
         elif kind in ("error", "response.failed"):
             yield from self.fail(_message(event))
@@ -256,7 +264,7 @@ class ChunkStream:
     def end(self) -> Iterator[Json]:
         """The closing chunks: an error if the last event never came, else none."""
         if not self._ended:
-            yield from self.fail("the model's back end ended its stream before the answer was finished")
+            yield from self.fail(ENDED_EARLY)
 
     def fail(self, message: str, kind: str = "server_error") -> Iterator[Json]:
         """An error chunk: the answer cannot be finished."""

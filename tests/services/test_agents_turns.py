@@ -10,7 +10,7 @@ from local_services import local_services
 from shipped_gym import ROOT, calls, says
 from waiting import PATIENCE_S, reserved_port
 
-from ngym import RolloutContext, agent, model_server
+from ngym import RolloutContext, agent, gym_server, model_server
 from ngym.errors import ConfigError, ServiceError
 from ngym.schema import SESSION_HEADER
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
@@ -161,6 +161,18 @@ async def test_a_row_in_which_no_one_speaks_says_so():
         await talk(task([]))
 
 
+async def test_an_unknown_stop_reason_is_an_error_of_the_agent():
+    async def respond(request: dict[str, Any], rollout: RolloutContext) -> Any:
+        return rollout.finish({}, [], "bored")  # type: ignore[arg-type]
+
+    apps = {"counter": service("gym_servers/counter"), "policy": service("models/scripted")}
+    options = {"agent": {"gym": "counter", "model": "policy"}}
+    async with local_services(options, agent=agent(respond=respond), **apps) as peers:
+        with pytest.raises(ServiceError, match="the stop reason 'bored' is not one of answer, max_steps") as caught:
+            await peers["agent"].post("/run", task())
+    assert caught.value.failure == "agent_error"
+
+
 @pytest.mark.parametrize(
     ("returned", "line"),
     [
@@ -183,9 +195,16 @@ async def test_what_an_agent_may_not_return_is_named(returned: Any, line: str):
     assert caught.value.failure == "agent_error"
 
 
-def test_an_agent_whose_respond_cannot_be_called_is_refused_at_once():
+def test_an_agent_that_cannot_be_called_is_refused_at_once():
+    async def respond(request: dict[str, Any], rollout: RolloutContext) -> Any:
+        return {"output": []}
+
     with pytest.raises(ConfigError, match=r"write `async def respond\(request, rollout\)`"):
         agent(respond=lambda request, rollout: request)
+    with pytest.raises(ConfigError, match=r"agent\(options=.*: give a class that derives from AgentOptions"):
+        agent(respond=respond, options=ServiceOptions)
+    with pytest.raises(ConfigError, match=r"gym_server\(verify=None\): give a function"):
+        gym_server(verify=None)  # type: ignore[arg-type]
 
 
 def somebody_elses(do):

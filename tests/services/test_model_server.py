@@ -14,7 +14,7 @@ from local_services import local_services
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from waiting import PATIENCE_S, until
 
-from ngym import ModelCall, ServiceContext, model_server
+from ngym import ModelCall, ServiceContext, ServiceOptions, model_server
 from ngym.config.shipped_files import app_file
 from ngym.convert import message_item, new_response, output_text, response_events
 from ngym.errors import ConfigError, Overloaded, ServiceError
@@ -152,6 +152,12 @@ async def _without_call(request):
         ({"respond": _without_call}, "write `async def respond.*; with these arguments: too many positional arguments"),
         ({"respond": None}, "write `async def respond"),
         ({"respond": noted, "stream": noted}, r"write `async def stream\(request, call\)` that yields"),
+        (
+            {"respond": noted, "options": ServiceOptions},
+            "model_server.options=.*: give a class that derives from Model",
+        ),
+        ({"respond": noted, "lifespan": 3}, r"model_server\(lifespan=3\): give a function"),
+        ({"respond": noted, "api": "completions"}, "model_server.api='completions'.: give 'responses' or 'chat'"),
         ({"respond": noted, "count_tokens": len}, r"write `async def count_tokens\(request, call\)`"),
     ],
 )
@@ -221,6 +227,37 @@ async def test_fields_that_respond_left_out_are_added(api: Any, answer: dict[str
     assert response.output_text == completion.choices[0].message.content == message["content"][0]["text"] == "Four."
     assert response.id.startswith("resp_") and (response.model, completion.model) == ("policy", "policy")
     assert response.status == "completed" and last.type == "response.completed"
+
+
+EARLY = "the model's back end ended its stream before the answer was finished"
+
+
+@pytest.mark.parametrize(
+    ("api", "events", "line"),
+    [
+        ("responses", [], EARLY),
+        ("responses", [None], "the model's stream yielded None, which is not an event with its `type`"),
+        ("responses", [{"type": "response.created", "response": {"output": []}}], EARLY),
+        ("responses", [{"type": "response.completed", "response": {}}], "is not a Response with `output`"),
+        ("chat", [], EARLY),
+        ("chat", [3], "the model's stream yielded 3, which is not a chunk"),
+        ("chat", [{"choices": [{"index": 0, "delta": {"content": "Fo"}}]}], EARLY),
+    ],
+)
+async def test_a_stream_that_is_not_whole_ends_with_an_error_in_the_native_api(api: Any, events: list[Any], line: str):
+    async def stream(request: dict[str, Any], call: ModelCall) -> AsyncIterator[dict[str, Any]]:
+        for event in events:
+            yield event
+
+    path = "/v1/responses" if api == "responses" else "/v1/chat/completions"
+    async with client_of(model_server(respond=noted, stream=stream, api=api)) as client:
+        answer = await client.post(path, json={**CALLS[path], "stream": True})
+    if "event-stream" in answer.headers["content-type"]:
+        last = [text for text in answer.text.split("data: ") if text.startswith("{")][-1]
+        event = orjson.loads(last)
+        assert line in (event.get("error") or event["response"]["error"])["message"]
+    else:
+        assert answer.status_code == 500 and line in answer.json()["error"]["message"]
 
 
 async def test_a_bug_in_respond_is_reported_with_its_line():

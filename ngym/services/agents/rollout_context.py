@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast, get_args
 from urllib.parse import quote
 
 import orjson
@@ -40,6 +40,7 @@ log = logging.getLogger("ngym.services")
 HEALTH_TIMEOUT_S = 5.0
 MAX_TOOL_ERROR_CHARS = 2000
 CALLS_AT_ONCE = 64  # of one rollout: a response may ask for thousands
+STOP_REASONS = get_args(StopReason)
 
 
 class RolloutContext:
@@ -329,7 +330,13 @@ class RolloutContext:
         return Unreachable(f"{name} {what.format(url=url)}", upstream={"service": name, "url": url, "status": None})
 
     def finish(self, response: Json, output: list[Json], stop_reason: StopReason) -> Json:
-        """The last response with the whole trajectory as its output and the usage of all turns."""
+        """The last response with the whole trajectory as its output and the usage of all turns.
+
+        Raises:
+            ValueError: an unknown stop reason.
+        """
+        if stop_reason not in STOP_REASONS:
+            raise ValueError(f"the stop reason {stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
         self.stop_reason = stop_reason
         return {**response, "output": output, "usage": self._usage}
 

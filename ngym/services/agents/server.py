@@ -35,7 +35,16 @@ from ngym.rollout import without_tokens
 from ngym.runtime.event_loop import run_endlessly
 from ngym.schema import APPLIED_HEADER, MINIMAL, TOKEN_FORMAT_HEADER, WAITING_HEADER, Json
 from ngym.services.agents.rollout_context import RolloutContext
-from ngym.services.base.app import OBJECT, JsonResponse, add_route, check_async, context_of, object_of, service_app
+from ngym.services.base.app import (
+    OBJECT,
+    JsonResponse,
+    add_route,
+    check_async,
+    check_settings,
+    context_of,
+    object_of,
+    service_app,
+)
 from ngym.services.base.middleware import invoke_agent
 from ngym.services.base.options import GymServerName, ModelName, ServiceContext, ServiceOptions
 from ngym.services.base.request_bodies import json_body, off_loop
@@ -124,6 +133,7 @@ def agent(
     Raises:
         SignatureError: `respond` is not async, or cannot be called with these arguments.
     """
+    check_settings("agent", options, AgentOptions, lifespan=lifespan)
     check_async(respond, "respond(request, rollout)")
 
     @asynccontextmanager

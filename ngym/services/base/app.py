@@ -99,6 +99,23 @@ def check_async(function: Any, form: str, *, yields: bool = False) -> None:
         raise signature_error(function, f"{expected}; with these arguments: {error}") from None
 
 
+def check_settings(maker: str, options: Any, base: type[ServiceOptions], **functions: Any) -> None:
+    """Check arguments of gym_server, agent or model_server.
+
+    Args:
+        options: the author's class of options; it derives from `base`.
+        functions: by their names; each is None or can be called.
+
+    Raises:
+        ConfigError: an argument is something else.
+    """
+    if not isinstance(options, type) or not issubclass(options, base):
+        raise ConfigError(f"{maker}(options={options!r}): give a class that derives from {base.__name__}")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{maker}({name}={function!r}): give a function")
+
+
 def load(file: Path) -> ModuleType:
     """The service in this file. Raises ConfigError: the file cannot be imported, or defines no service."""
     module = load_file(file)

@@ -16,14 +16,23 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ngym.errors import BadRequest, Boundary, ServiceError
+from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError
 from ngym.grading.answers import TEXT_LIMIT, last_text, response_problem
 from ngym.grading.group_rewards import ROUTE
 from ngym.net.json_limits import BULK_WEIGHT, ROW_BYTES
 from ngym.net.request_context import header
 from ngym.schema import APPLIED_HEADER, LARGEST_REWARD, MINIMAL, PREFER_HEADER, SESSION_HEADER, Json, is_reward
 from ngym.services.base import middleware
-from ngym.services.base.app import OBJECT, JsonResponse, Lifespan, SignatureError, add_route, object_of, service_app
+from ngym.services.base.app import (
+    OBJECT,
+    JsonResponse,
+    Lifespan,
+    SignatureError,
+    add_route,
+    check_settings,
+    object_of,
+    service_app,
+)
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import in_thread, json_body, off_loop, valid_body
 from ngym.services.gym.mcp_route import McpRoute
@@ -254,6 +263,10 @@ def gym_server(
         reward_range: the lowest and the highest reward. Another one is an error of the environment, and the rollout
         fails. The range is in the rows (`reward_range`) and in openapi.json.
     """
+    functions = {"lifespan": lifespan, "compute_metrics": compute_metrics, "verify_group": verify_group}
+    check_settings("gym_server", options, ServiceOptions, **functions)
+    if not callable(verify):
+        raise ConfigError(f"gym_server(verify={verify!r}): give a function")
     rewarded = _scored_schema(reward_range)
     if not isinstance(tools, Iterable):
         raise SignatureError(f"gym_server(tools={tools!r}): give a list of functions")

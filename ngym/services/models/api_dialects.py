@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from ngym.convert import (
+    ENDED_EARLY,
+    FINISHED_EVENTS,
     SSE_DONE,
     ChunkStream,
     MessagesStream,
@@ -48,11 +50,14 @@ WHOLE_FIELDS: dict[Native, frozenset[str]] = {
     "responses": frozenset({"id", "object", "created_at", "model", "status"}),
     "chat": frozenset({"id", "object", "created", "model"}),
 }
+LAST_EVENTS = FINISHED_EVENTS | {"response.failed", "error"}
 SHOWN_CHARS = 200
 
 
-def whole_answer(answer: Any, native: Native, request: Json) -> Json:
+def whole_answer(answer: Any, native: Native, request: Json, model: str) -> Json:
     """What `respond` returned, with the fields that every client expects.
+
+    model: the name that it gets if neither it nor the request has one.
 
     Raises:
         ServiceError: it is not a Response or Chat Completion.
@@ -63,12 +68,29 @@ def whole_answer(answer: Any, native: Native, request: Json) -> Json:
     whole: Json = answer
     if whole.keys() >= WHOLE_FIELDS[native]:
         return whole
-    stem, model = secrets.token_hex(12), request.get("model") or ""
+    stem, model = secrets.token_hex(12), request.get("model") or model
     if native == "responses":
         usage = whole.get("usage")
         return new_response(request, whole["output"], response_id=f"resp_{stem}", model=model, usage=usage) | whole
     head = {"id": f"chatcmpl-{stem}", "object": "chat.completion", "created": int(time.time()), "model": model}
     return head | whole
+
+
+def checked_event(event: Any, native: Native, request: Json, model: str) -> Json:
+    """What `stream` yielded; the response of the last event is completed as by `whole_answer`.
+
+    Raises:
+        ServiceError: it is not an event of Responses or a chunk of Chat Completions.
+    """
+    is_object = isinstance(event, dict)
+    if not is_object or (native == "responses" and not isinstance(event.get("type"), str)):
+        expected = "an event with its `type`" if native == "responses" else "a chunk"
+        detail = f"the model's stream yielded {shorten(repr(event), SHOWN_CHARS)}, which is not {expected}"
+        raise ServiceError(detail, failure="model_error")
+    checked: Json = event
+    if checked.get("type") in FINISHED_EVENTS:
+        checked["response"] = whole_answer(checked.get("response"), native, request, model)
+    return checked
 
 
 def _response_problem(answer: Any) -> str | None:
@@ -147,30 +169,45 @@ def api_dialects(native: Native) -> tuple[ApiDialect, ApiDialect, ApiDialect]:
 
 
 class _Passthrough:
-    """Passes the native stream through unchanged."""
+    """Passes the native stream through unchanged, and fails if its end is missing."""
+
+    def __init__(self) -> None:
+        self._is_whole = False
 
     def take(self, event: Json) -> Iterator[Json]:
+        self._is_whole = self._is_whole or event["type"] in LAST_EVENTS
         yield event
 
     def end(self) -> Iterator[Json]:
-        return iter(())
+        return _end_of(self._is_whole)
 
 
 class _Chunks:
-    """Passes native chunks through, with or without usage as the client asked, and with a separate last chunk."""
+    """Passes native chunks through, with or without usage as the client asked, and with a separate last chunk. Fails if
+    the end is missing.
+    """
 
     def __init__(self, include_usage: bool) -> None:
         self._include_usage = include_usage
+        self._is_whole = False
 
     def take(self, chunk: Json) -> Iterator[Json]:
         usage = chunk.pop("usage", None)
-        if chunk.get("choices") or "error" in chunk:
+        choices = chunk.get("choices") or ()
+        self._is_whole = self._is_whole or "error" in chunk or any(each.get("finish_reason") for each in choices)
+        if choices or "error" in chunk:
             yield chunk
         if usage is not None and self._include_usage:
             yield {**{k: v for k, v in chunk.items() if k != "ng"}, "choices": [], "usage": usage}
 
     def end(self) -> Iterator[Json]:
-        return iter(())
+        return _end_of(self._is_whole)
+
+
+def _end_of(is_whole: bool) -> Iterator[Json]:
+    if not is_whole:
+        raise ServiceError(ENDED_EARLY, failure="model_error", retryable=True)
+    return iter(())
 
 
 class _Chained:

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from ngym.convert import finish_reason, sse, usage_from_chat
+from ngym.convert import FINISHED_EVENTS, finish_reason, sse, usage_from_chat
 from ngym.errors import MAX_NAME, BadRequest, Boundary, NotFound, ServiceError, shorten
 from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size, trim
@@ -36,7 +36,7 @@ from ngym.services.base.app import JsonResponse, context_of
 from ngym.services.base.middleware import Admission, EventStream, Handler, whole_stream
 from ngym.services.base.options import ServiceContext
 from ngym.services.base.request_bodies import json_body, off_loop, whole_body
-from ngym.services.models.api_dialects import ApiDialect, Native, whole_answer
+from ngym.services.models.api_dialects import ApiDialect, Native, checked_event, whole_answer
 from ngym.services.models.token_capture import Captures, ModelCall, PendingCall, Respond, Stream, take_prior_call
 from ngym.telemetry import tracing
 
@@ -277,7 +277,7 @@ class WholeResponse:
         self.answer: Json | None = None
 
     def take(self, event: Json) -> None:
-        if event["type"] in ("response.completed", "response.incomplete"):
+        if event["type"] in FINISHED_EVENTS:
             self.answer = event["response"]
 
 
@@ -434,7 +434,7 @@ class RequestHandler:
     async def _respond(self, active: ActiveCall) -> Json:
         with active.record, Boundary("model_error", "the model failed", places=True):
             given = await self._back_end.respond(active.native, active.call)
-            answer = whole_answer(given, self._back_end.native, active.native)
+            answer = whole_answer(given, self._back_end.native, active.native, active.call.options.model)
             self._keep(active, answer)
         return answer
 
@@ -472,7 +472,8 @@ class RequestHandler:
         last_parts: list[bytes] = []
         try:
             with active.record, Boundary("model_error", "the model failed", places=True):
-                async for event in events:
+                async for given in events:
+                    event = checked_event(given, self._back_end.native, active.native, options.model)
                     whole.take(event)
                     written = writer.encode(converter.take(event))
                     if whole.answer is not None:

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
 from ngym.convert import ReasoningStyle
-from ngym.errors import BadRequest, NotFound, openai_refusal
+from ngym.errors import BadRequest, ConfigError, NotFound, openai_refusal
 from ngym.net.json_limits import ROW_BYTES
 from ngym.schema import Json
 from ngym.services.base.app import (
@@ -25,6 +25,7 @@ from ngym.services.base.app import (
     JsonResponse,
     add_route,
     check_async,
+    check_settings,
     context_of,
     object_of,
     service_app,
@@ -135,6 +136,9 @@ def model_server(
     Raises:
         SignatureError: a function is not async, or cannot be called with these arguments.
     """
+    check_settings("model_server", options, ModelOptions, lifespan=lifespan)
+    if api not in get_args(Native):
+        raise ConfigError(f"model_server(api={api!r}): give {' or '.join(map(repr, get_args(Native)))}")
     check_async(respond, "respond(request, call)")
     if stream is not None:
         check_async(stream, "stream(request, call)", yields=True)
