@@ -40,8 +40,7 @@ import io
 
 from PIL.Image import new
 
-from ngym import Image, Session, VerifyRequest
-from ngym.services.gym.step_server import Step, step_server
+from ngym import Image, Session, Step, VerifyRequest, step_server
 
 
 class Task(VerifyRequest):

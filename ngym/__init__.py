@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ngym.services import VerifyRequest as VerifyRequest
     from ngym.services import agent as agent
     from ngym.services import gym_server as gym_server
+    from ngym.services.gym.step_server import Step as Step
+    from ngym.services.gym.step_server import step_server as step_server
     from ngym.services.models.server import ModelCall as ModelCall
     from ngym.services.models.server import model_server as model_server
 
@@ -53,6 +55,7 @@ _HOME = {
         ("AgentOptions", "GymServerName", "Image", "ModelName", "RolloutContext", "ServiceContext", "ServiceName", "ServiceOptions",
          "Session", "VerifyGroup", "VerifyRequest", "agent", "gym_server"), "ngym.services",
     ),
+    **dict.fromkeys(("Step", "step_server"), "ngym.services.gym.step_server"),
     **dict.fromkeys(("collect_rollouts", "collect_rollouts_async"), "ngym.notebook.collecting"),
     **dict.fromkeys(("Rollouts", "load_rollouts"), "ngym.notebook.rollouts"),
     "export_rollouts": "ngym.notebook.exporting",

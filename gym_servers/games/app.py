@@ -7,10 +7,9 @@ from zlib import crc32
 
 from pydantic import model_validator
 
-from ngym import Session, VerifyRequest
+from ngym import Session, Step, VerifyRequest, step_server
 from ngym.grading.answers import move
 from ngym.schema import Json
-from ngym.services.gym.step_server import Step, step_server
 from ngym.stats import means_by
 
 from .blackjack import Blackjack

@@ -14,11 +14,11 @@ from gymnasium import spaces
 from gymnasium.envs.registration import registry
 from pydantic import Field
 
-from ngym import ServiceError, ServiceOptions, Session, VerifyRequest
+from ngym import ServiceError, ServiceOptions, Session, Step, VerifyRequest, step_server
 from ngym.did_you_mean import did_you_mean
 from ngym.grading.answers import move
 from ngym.services.gym.results import Image, Observation
-from ngym.services.gym.step_server import Step, step_server, turns_of
+from ngym.services.gym.step_server import turns_of
 
 MAX_CHARS = 10_000
 MAX_NUMBERS = 256  # of an observation; a larger one is a picture

@@ -17,13 +17,13 @@ from openenv.core.generic_client import GenericEnvClient
 from pydantic import Field
 from starlette.responses import Response
 
-from ngym import ServiceOptions, Session, VerifyRequest
+from ngym import ServiceOptions, Session, Step, VerifyRequest, step_server
 from ngym.errors import Boundary, ConfigError, Overloaded, ServiceError
 from ngym.grading.answers import fenced
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED, Json
 from ngym.services.base.options import ServiceContext
-from ngym.services.gym.step_server import Step, step_server, turns_of
+from ngym.services.gym.step_server import turns_of
 from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
 MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # action schemas of a server of MCP tools

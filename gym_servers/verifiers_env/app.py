@@ -29,14 +29,14 @@ from starlette.responses import Response
 from verifiers.v1.dialects import parse_message
 from verifiers.v1.types import content_text
 
-from ngym import ServiceOptions, Session, VerifyRequest
+from ngym import ServiceOptions, Session, Step, VerifyRequest, step_server
 from ngym.errors import BadRequest, Boundary, ConfigError, ServiceError
 from ngym.rollout import calls_in
 from ngym.schema import RESERVED, Json
 from ngym.services.base.app import add_route
 from ngym.services.base.options import InputFolder, ServiceContext
 from ngym.services.gym.results import Image, has_image, tool_response
-from ngym.services.gym.step_server import Step, step_server, turns_of
+from ngym.services.gym.step_server import turns_of
 from ngym.services.gym.tools import Tool, describe_tool, register_tool
 
 from .environment import Environment, Source, items_of, load, prompt_of, record_prompt, record_turn

@@ -12,10 +12,9 @@ from fastapi import Request, Response
 from local_services import local_services
 from paths import ROOT
 
-from ngym import Image, ModelCall, ServiceError, Session, VerifyRequest, gym_server, model_server
+from ngym import Image, ModelCall, ServiceError, Session, Step, VerifyRequest, gym_server, model_server, step_server
 from ngym.schema import SESSION_HEADER, TOOL_OUTPUT_HEADER
 from ngym.services.base.app import JsonResponse, add_route, load
-from ngym.services.gym.step_server import Step, step_server
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4z8DwHwAFAAH/iZk9HQAAAABJRU5ErkJggg=="

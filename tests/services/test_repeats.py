@@ -15,12 +15,11 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from waiting import until
 
-from ngym import ServiceContext, ServiceError, ServiceOptions, Session, VerifyRequest, gym_server
+from ngym import ServiceContext, ServiceError, ServiceOptions, Session, Step, VerifyRequest, gym_server, step_server
 from ngym.errors import NotReady, Overloaded, UpstreamError
 from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, service_app
 from ngym.services.gym.sessions import IdempotentCalls
-from ngym.services.gym.step_server import Step, step_server
 
 KEY = "idempotency-key"
 SESSION = "x-ng-session"

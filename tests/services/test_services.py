@@ -20,7 +20,20 @@ from paths import ROOT
 from pydantic import BaseModel, model_validator
 from waiting import PATIENCE_S
 
-from ngym import RolloutContext, ServiceError, ServiceOptions, Session, ToolError, VerifyRequest, agent, gym_server
+from ngym import (
+    ConfigError,
+    RolloutContext,
+    ServiceError,
+    ServiceOptions,
+    Session,
+    Step,
+    ToolError,
+    VerifyGroup,
+    VerifyRequest,
+    agent,
+    gym_server,
+    step_server,
+)
 from ngym.errors import NotFound, Overloaded, Unreachable, UpstreamError
 from ngym.grading.group_rewards import apply_outcome
 from ngym.net.load_balancer import rendezvous
@@ -28,7 +41,7 @@ from ngym.peers import Peers
 from ngym.services.base.app import JsonResponse, add_route, load, service_app
 from ngym.services.base.request_bodies import json_body
 from ngym.services.gym.sessions import SessionStore
-from ngym.services.gym.step_server import Step, step_server, turns_of
+from ngym.services.gym.step_server import turns_of
 
 SIMPLE_AGENT = ROOT / "agents" / "simple" / "app.py"
 
@@ -878,6 +891,69 @@ async def test_verify_may_return_a_number_none_or_a_record():
     assert (await outcome_of(np.float32(0.5)))["reward"] == 0.5 and (await outcome_of(np.bool_(True)))["reward"] == 1.0
     scored = await outcome_of({"reward": np.float32(0.5), "seen": np.array([1, 2])})
     assert (scored["reward"], scored["seen"]) == (0.5, [1, 2])
+
+
+async def begin(task: VerifyRequest, session: Session) -> str:
+    return "Begin."
+
+
+@pytest.mark.parametrize(
+    ("outcome", "line"),
+    [
+        (None, r"step returned None; return Step\(observation, reward, terminated, truncated, info\)"),
+        ("Over.", "step returned 'Over.'; return Step"),
+        (("Over.", math.nan), "step returned the reward nan; it is a finite number"),
+        (("Over.", 1.0, True, False, "none"), "step returned info of type str; it is a dict or None"),
+    ],
+)
+async def test_what_a_step_may_not_return_is_named(outcome: Any, line: str):
+    async def step(task: VerifyRequest, session: Session) -> Any:
+        return outcome
+
+    async with local_services(env=step_server(task=VerifyRequest, reset=begin, step=step)) as peers:
+        session = peers["env"].session()
+        await session.post("/reset", ROW)
+        with pytest.raises(ServiceError, match=line) as caught:
+            await session.post("/step", {**ROW, "response": {"output": []}})
+    assert caught.value.failure == "tool_error"
+
+
+async def test_a_step_may_be_a_tuple_in_gymnasiums_order():
+    async def step(task: VerifyRequest, session: Session) -> Any:
+        return "Over.", 0.5, True, False, {"moves": 1}
+
+    async with local_services(env=step_server(task=VerifyRequest, reset=begin, step=step)) as peers:
+        session = peers["env"].session()
+        await session.post("/reset", ROW)
+        stepped = await session.post("/step", {**ROW, "response": {"output": []}})
+    assert stepped == {
+        "observation": "Over.",
+        "reward": 0.5,
+        "terminated": True,
+        "truncated": False,
+        "info": {"moves": 1},
+    }
+
+
+def test_a_step_that_cannot_be_called_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"<lambda>: write `async def step\(task, session\)`"):
+        step_server(task=VerifyRequest, reset=begin, step=lambda task, session: Step("Over."))  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "line"),
+    [(None, "verify_group returned None; return a list"), ("1", "verify_group returned '1'; return a list")],
+)
+async def test_outcomes_of_a_group_other_than_a_list_are_named(outcomes: Any, line: str):
+    def later(task: VerifyRequest) -> dict[str, Any]:
+        return {"reward": None, "reward_pending": "group"}
+
+    def together(group: VerifyGroup) -> Any:
+        return outcomes
+
+    async with local_services(env=gym_server(verify=later, verify_group=together)) as peers:
+        with pytest.raises(ServiceError, match=line):
+            await peers["env"].post("/verify_group", {"rollouts": [{**ROW, "response": {"output": []}}]})
 
 
 async def test_a_verifier_that_returns_the_whole_task_leaves_the_row_as_it_was():

@@ -196,8 +196,7 @@ def test_a_policy_is_trained_on_live_rollouts_with_images_in_the_task(tmp_path: 
 EPISODE = """
 from PIL.Image import new
 
-from ngym import Image, Session, VerifyRequest
-from ngym.services.gym.step_server import Step, step_server
+from ngym import Image, Session, Step, VerifyRequest, step_server
 
 
 class Task(VerifyRequest):

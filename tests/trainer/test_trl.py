@@ -22,10 +22,9 @@ from pydantic import BaseModel, Field
 from shipped_gym import module
 from transformers.utils import get_json_schema
 
-from ngym import Image, Session, VerifyRequest, gym_server
+from ngym import Image, Session, Step, VerifyRequest, gym_server, step_server
 from ngym.errors import ServiceError, Unreachable, UsageError
 from ngym.peers import ToolErrors
-from ngym.services.gym.step_server import Step, step_server
 from ngym.trl import TrlGym, docstring_of, parameters_of
 
 Serve = Callable[[FastAPI], AbstractContextManager[TrlGym]]

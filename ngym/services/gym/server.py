@@ -424,7 +424,10 @@ def _add_group_route(app: FastAPI, author: AuthorFunction, rewarded: Json, rewar
     async def group_route(request: Request) -> Response:
         group = await valid_body(request, author.body, await json_body(request, BULK_WEIGHT), "the group")
         with Boundary("verify_error", "verify_group failed", places=True):
-            outcomes = list(await author.run(group, Session(), request))
+            outcomes = await author.run(group, Session(), request)
+            if not isinstance(outcomes, Iterable) or isinstance(outcomes, str | Mapping):
+                raise ServiceError(f"verify_group returned {outcomes!r:.60}; return a list with an outcome per rollout")
+            outcomes = list(outcomes)
             if len(outcomes) != len(group.rollouts):
                 raise ServiceError(f"verify_group returned {len(outcomes)} outcomes for {len(group.rollouts)} rollouts")
             return JsonResponse({"rollouts": [_reward_fields(outcome, reward_range) for outcome in outcomes]})
@@ -436,7 +439,7 @@ def _add_group_route(app: FastAPI, author: AuthorFunction, rewarded: Json, rewar
 
 def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Json:
     """The result of `verify` as the fields to add to the row."""
-    outcome = _python(outcome)
+    outcome = plain_number(outcome)
     if outcome is None or isinstance(outcome, bool | int | float):
         outcome = {"reward": outcome}
     elif isinstance(outcome, BaseModel):
@@ -460,6 +463,11 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
         fields["reward_range"] = [*reward_range]
     components = fields.get("reward_components")
     if components is not None:
+        if not isinstance(components, Mapping):
+            raise ServiceError(
+                f"verify returned {components!r:.60} as reward_components; it is a record of numbers by name",
+                failure="verify_error",
+            )
         components = {name: _finite(value, f"reward component {name!r}") for name, value in components.items()}
         total = math.fsum(value for value in components.values() if value is not None)
         if fields["reward"] is not None and not math.isclose(total, fields["reward"], abs_tol=1e-6):
@@ -502,7 +510,7 @@ def _of_the_row(name: Any, value: Any) -> bool:
     )
 
 
-def _python(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """A number of numpy or torch as Python's."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return value.item()
@@ -520,7 +528,7 @@ def _bounded(answer: str) -> str:
 
 
 def _finite(value: Any, what: str) -> float | None:
-    value = _python(value)
+    value = plain_number(value)
     if value is None:
         return None
     if not is_reward(value):

@@ -12,17 +12,25 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from ngym.convert import message_item, output_text
-from ngym.errors import Boundary, ServiceError, ToolError
+from ngym.errors import Boundary, ServiceError, ToolError, shorten
 from ngym.net.json_limits import ROW_BYTES
-from ngym.schema import Json
-from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, object_of
+from ngym.schema import Json, is_reward
+from ngym.services.base.app import OBJECT, STRING, JsonResponse, Lifespan, add_route, check_async, object_of
 from ngym.services.base.options import ServiceOptions
 from ngym.services.base.request_bodies import json_body, valid_body, validate
 from ngym.services.gym.results import Observation, as_members, content_of, has_image
-from ngym.services.gym.server import EMPTY_RESPONSE, ComputeMetrics, RewardRange, VerifyRequest, gym_server
+from ngym.services.gym.server import (
+    EMPTY_RESPONSE,
+    ComputeMetrics,
+    RewardRange,
+    VerifyRequest,
+    gym_server,
+    plain_number,
+)
 from ngym.services.gym.sessions import TASK, Session, session_for, set_task
 from ngym.services.gym.tools import tool_of_function
 
+SHOWN_CHARS = 200
 SCORED_BY = "/verify"  # in the `info` of /reset: the rollout's reward is not only the sum over its steps
 
 
@@ -75,13 +83,19 @@ def step_server(
 
     Args:
         task: the record of a row.
-        reset: `(task, session)` -> the first observation; it stores in the session what `step` needs.
-        step: `(task, session)` -> the result of the turn whose response is in the task (`task.text`).
+        reset: `async (task, session)` -> the first observation; it stores in the session what `step` needs.
+        step: `async (task, session)` -> the result of the turn whose response is in the task (`task.text`): a Step, or a
+            tuple in its order.
         verify, options, lifespan, compute_metrics, reward_range: as in `gym_server`. With a `verify`, its reward replaces the sum.
 
     The same row and the same turns must lead to the same rewards: a stored rollout, whose session is gone, is scored by
     playing its turns again.
+
+    Raises:
+        SignatureError: `reset` or `step` is not async, or cannot be called with these arguments.
     """
+    check_async(reset, "reset(task, session)")
+    check_async(step, "step(task, session)")
 
     async def summed(body: VerifyRequest, session: Session) -> Json:
         played = session if "return" in session else await _replay(body, reset, step)
@@ -144,11 +158,25 @@ async def _advance(turn: VerifyRequest, session: Session, step: Advance) -> Step
     if session.get("over", True):
         raise ToolError("POST /reset first: this session has no episode, or it is over", status=409)
     with _play("step failed", session):
-        outcome = await step(turn, session)
+        outcome = _as_step(await step(turn, session))
     session["return"] += outcome.reward
     session["steps"] += 1
     session["over"] = outcome.terminated or outcome.truncated
     return outcome
+
+
+def _as_step(outcome: Any) -> Step:
+    """What `step` returned: a Step, or a tuple in its order, which is that of Gymnasium."""
+    step = Step(*outcome) if isinstance(outcome, tuple) and 1 < len(outcome) <= len(Step._fields) else outcome
+    if not isinstance(step, Step):
+        fields = ", ".join(Step._fields)
+        raise ServiceError(f"step returned {shorten(repr(step), SHOWN_CHARS)}; return Step({fields})")
+    reward = plain_number(step.reward)
+    if not is_reward(reward):
+        raise ServiceError(f"step returned the reward {shorten(repr(reward), SHOWN_CHARS)}; it is a finite number")
+    if not isinstance(step.info, dict | None):
+        raise ServiceError(f"step returned info of type {type(step.info).__name__}; it is a dict or None")
+    return step._replace(reward=float(reward), terminated=bool(step.terminated), truncated=bool(step.truncated))
 
 
 @contextmanager
