@@ -211,6 +211,7 @@ async def test_what_respond_may_not_return_is_named_in_every_api(api: Any):
     [
         ("responses", {"output": [{"type": "message", "role": "assistant", "content": "Four."}]}),
         ("chat", {"choices": [{"message": {"content": "Four."}}]}),
+        ("chat", {"choices": [{"message": {"content": "Four."}}], "id": None, "model": None, "usage": None}),
     ],
 )
 async def test_fields_that_respond_left_out_are_added(api: Any, answer: dict[str, Any]):

@@ -46,9 +46,9 @@ from ngym.schema import Json
 
 Native = Literal["responses", "chat"]
 ClientName = Literal["responses", "chat", "messages"]
-WHOLE_FIELDS: dict[Native, frozenset[str]] = {
-    "responses": frozenset({"id", "object", "created_at", "model", "status"}),
-    "chat": frozenset({"id", "object", "created", "model"}),
+WHOLE_FIELDS: dict[Native, tuple[str, ...]] = {
+    "responses": ("id", "object", "created_at", "model", "status"),
+    "chat": ("id", "object", "created", "model"),
 }
 LAST_EVENTS = FINISHED_EVENTS | {"response.failed", "error"}
 SHOWN_CHARS = 200
@@ -66,14 +66,16 @@ def whole_answer(answer: Any, native: Native, request: Json, model: str) -> Json
     if problem is not None:
         raise ServiceError(f"the model's answer {problem}: {shorten(repr(answer), SHOWN_CHARS)}", failure="model_error")
     whole: Json = answer
-    if whole.keys() >= WHOLE_FIELDS[native]:
+    missing = [name for name in WHOLE_FIELDS[native] if whole.get(name) is None]
+    if not missing:
         return whole
     stem, model = secrets.token_hex(12), request.get("model") or model
     if native == "responses":
         usage = whole.get("usage")
-        return new_response(request, whole["output"], response_id=f"resp_{stem}", model=model, usage=usage) | whole
-    head = {"id": f"chatcmpl-{stem}", "object": "chat.completion", "created": int(time.time()), "model": model}
-    return head | whole
+        added = new_response(request, whole["output"], response_id=f"resp_{stem}", model=model, usage=usage)
+    else:
+        added = {"id": f"chatcmpl-{stem}", "object": "chat.completion", "created": int(time.time()), "model": model}
+    return added | whole | {name: added[name] for name in missing}
 
 
 def checked_event(event: Any, native: Native, request: Json, model: str) -> Json:
@@ -127,7 +129,7 @@ def _completion_problem(answer: Any) -> str | None:
 def _field_problem(answer: Json) -> str | None:
     if not isinstance(answer.get("usage") or {}, dict):
         return "has a usage that is not an object"
-    wrong = next((name for name in ("id", "model") if not isinstance(answer.get(name, ""), str)), None)
+    wrong = next((name for name in ("id", "model") if not isinstance(answer.get(name) or "", str)), None)
     return wrong and f"has another {wrong} than a text"
 
 
