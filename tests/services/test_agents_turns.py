@@ -161,6 +161,14 @@ async def test_a_row_in_which_no_one_speaks_says_so():
         await talk(task([]))
 
 
+async def test_a_wrong_row_is_named_by_its_index_for_the_collector():
+    row = {"responses_create_params": {"input": 5}, "_ng_task_index": 3}
+    with pytest.raises(
+        ServiceError, match=r"^row 3: field 'responses_create_params\.input': must be a string or a list"
+    ):
+        await talk(row)
+
+
 async def test_an_unknown_stop_reason_is_an_error_of_the_agent():
     async def respond(request: dict[str, Any], rollout: RolloutContext) -> Any:
         return rollout.finish({}, [], "bored")  # type: ignore[arg-type]

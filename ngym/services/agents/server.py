@@ -157,7 +157,7 @@ def agent(
     async def run(request: Request) -> Response:
         await _turn(turns)
         row = await json_body(request)
-        params = _check_params(row.get("responses_create_params"), "responses_create_params.")
+        params = _check_row(row)
         rollout = _rollout(request, params, len(await request.body()))
         rollout.row = row
         running_now[rollout.rollout_id] = rollout
@@ -272,6 +272,16 @@ async def _turn(turns: AdmissionQueue) -> None:
             f"the rollout's deadline passed before it could start ({turns.waiting} more wait at this agent): "
             "collect with less --concurrency, or give the agent replicas"
         ) from None
+
+
+def _check_row(row: Json) -> Any:
+    """The checked create params of a row. An error names the row, so that the collector can show its file and line."""
+    try:
+        return _check_params(row.get("responses_create_params"), "responses_create_params.")
+    except BadRequest as error:
+        if isinstance(index := row.get("_ng_task_index"), int):
+            error.detail = f"row {index}: {error.detail}"
+        raise
 
 
 def _check_params(params: Any, where: str = "") -> Any:
