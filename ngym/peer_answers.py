@@ -115,17 +115,30 @@ def refusal(
     )
 
 
-def kept_since(answer: Json) -> float:
-    """Since when a model server has lost no captured call, by time.perf_counter().
+class KeptCalls:
+    """Since when each model server has lost no captured call.
 
-    -inf for a server of another make, which does not say so.
-
-    answer: to GET /rollouts/{id}/segments, whatever its status.
+    `kept_s` is as old as the answer that has it, so an answer that took long proves less. What an earlier answer has
+    proved holds as long as the server's `kept_id` is the same.
     """
-    match answer.get("kept_s"):
-        case int() | float() as kept_s:
-            return time.perf_counter() - kept_s
-    return -math.inf
+
+    def __init__(self) -> None:
+        self._proved: dict[str, tuple[Any, float]] = {}  # by URL: the `kept_id`, and the time
+
+    def since(self, url: str, answer: Json) -> float:
+        """The time by time.perf_counter(); -inf for a server of another make, which does not say so.
+
+        answer: to GET /rollouts/{id}/segments, whatever its status.
+        """
+        kept_s, kept_id = answer.get("kept_s"), answer.get("kept_id")
+        if not isinstance(kept_s, int | float):
+            return -math.inf
+        since = time.perf_counter() - kept_s
+        known_id, proved = self._proved.get(url, (None, since))
+        if kept_id is not None and kept_id == known_id:
+            since = min(since, proved)
+        self._proved[url] = kept_id, since
+        return since
 
 
 def problem_of(reply: Reply) -> Json:

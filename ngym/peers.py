@@ -30,6 +30,7 @@ from ngym.peer_answers import (
     NOT_PROCESSED,
     SHOWN_STATUSES,
     InSession,
+    KeptCalls,
     is_own,
     parse_large,
     refusal,
@@ -439,6 +440,7 @@ class Peers:
         self.owner = owner
         self.replicas: dict[str, Replicas] = {}  # of services with several replicas
         self.budgets: dict[str, RetryBudget] = {}  # by service
+        self.kept_calls = KeptCalls()
         self._token = token
         self._others = dict(others or {})
         self._followed_at = time.monotonic()

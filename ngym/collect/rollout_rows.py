@@ -18,7 +18,7 @@ import orjson
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.replica_outages import ReplicaOutages
 from ngym.errors import BadRequest, Boundary, FailureClass, ServiceError, Unreachable, UpstreamError
-from ngym.peer_answers import kept_since, problem_of
+from ngym.peer_answers import problem_of
 from ngym.peers import Peers
 from ngym.rollout import extend, function_calls, tokens_of, versions_in, without_tokens
 from ngym.schema import (
@@ -209,7 +209,8 @@ class CaptureClient:
 
     def _doubt(self, model: str, replica: str, answer: Json, began: float) -> _Doubt | None:
         """The doubt about this answer for the captured calls of a rollout, if the server may have lost some."""
-        is_whole = kept_since(answer) <= began and not self._outages.has_died(replica, began)
+        since = self._peers.kept_calls.since(replica, answer)
+        is_whole = since <= began and not self._outages.has_died(replica, began)
         return None if is_whole else _Doubt(model, replica, STARTED_AGAIN)
 
     async def _config(self) -> Any:

@@ -242,14 +242,21 @@ def test_captured_calls_are_whole_since_the_start_or_the_last_call_of_a_rollout_
     for kept in (captures, new):
         keep_call(kept, "second")
     assert (captures.kept_s(), new.kept_s()) == (20.0, None)
+    ids = [kept.kept_id for kept in (captures, new)]
     now = 130.0
     for kept in (captures, new):
         kept.forget("second")  # fetched, so not lost
         keep_call(kept, "third")
+    assert [kept.kept_id for kept in (captures, new)] == ids
+    for kept in (captures, new):
         keep_call(kept, "fourth")  # drops the first one
     assert (captures.kept_s(), new.kept_s()) == (20.0, 20.0)
     segments = captures.segments("third")
-    assert segments is not None and segments["kept_s"] == 20.0
+    assert segments is not None and (segments["kept_s"], segments["kept_id"]) == (20.0, captures.kept_id)
+    for kept, before in zip((captures, new), ids, strict=True):
+        lost = kept.kept_id
+        kept.begin(1000)
+        assert len({before, lost, kept.kept_id}) == 3
 
 
 def test_a_server_that_is_to_keep_no_tokens_counts_none_as_lost(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ async def silent_server() -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def model_server(port: int, *rollouts: str, **says: float | None) -> AsyncIterator[str]:
+async def model_server(port: int, *rollouts: str, **says: float | str | None) -> AsyncIterator[str]:
     """The URL of a model server that has one captured call of each of these rollouts. says: more that it answers."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -195,6 +195,22 @@ async def test_a_server_that_has_lost_no_call_since_a_rollout_began_is_believed(
         assert await segments(captures, "none", TWO_TURNS, time.perf_counter()) == []
         with pytest.raises(Unreachable):
             await segments(captures, "none", TWO_TURNS, time.perf_counter() - 100)
+
+
+async def test_an_answer_that_takes_long_makes_no_doubt_about_a_server_that_has_lost_nothing_since_an_earlier_one() -> (
+    None
+):
+    """Of each answer, the way here takes as long as the server has run."""
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        async with client(url) as captures:
+            async with model_server(port, "r", kept_s=0, kept_id="a"):
+                with pytest.raises(Unreachable, match="started again"):
+                    await segments(captures, "r", TWO_TURNS, time.perf_counter())
+                assert await segments(captures, "r", TWO_TURNS, time.perf_counter()) == [ANSWER]
+            async with model_server(port, "r", kept_s=0, kept_id="b"):
+                with pytest.raises(Unreachable, match="started again"):
+                    await segments(captures, "r", TWO_TURNS, time.perf_counter())
 
 
 @pytest.mark.parametrize("says", [{"kept_s": None}, {}], ids=["a new replica", "another make"])

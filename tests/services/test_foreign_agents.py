@@ -543,6 +543,35 @@ async def test_a_rollout_whose_model_server_started_again_after_a_call_has_to_ru
     assert caught.value.upstream == {"service": "policy", "url": peers.urls["policy"][0], "status": None}
 
 
+async def test_an_answer_that_takes_long_fails_no_rollout_where_no_call_was_lost_since_an_earlier_answer(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of each answer, the way here takes as long as the model server has run."""
+    policy = load(ROOT / "models" / "scripted" / "app.py").app
+    monkeypatch.setattr(policy.state.captures, "kept_s", lambda: 0.0)
+    restarts: list[int] = []
+
+    def restart(number: int) -> None:
+        if restarts:
+            policy.state.captures.begin(restarts.pop())  # what its lifespan begins with
+
+    apps = {
+        "policy": policy,
+        "env": load(ROOT / "gym_servers" / "counter" / "app.py").app,
+        "actor": sampling(1, restart),
+    }
+    options = {"policy": {"tokens": True}, "actor": {"gym": "env", "model": "policy"}}
+    row = {"responses_create_params": {"input": "x"}, "target": 0}
+    async with local_services(options, **apps) as peers:
+        with pytest.raises(ServiceError, match="started again"):
+            await peers["actor"].post("/run", row)
+        for _ in range(2):
+            assert len((await peers["actor"].post("/run", row))["ng"]["segments"]) == 1
+        restarts.append(1000)
+        with pytest.raises(ServiceError, match="started again"):
+            await peers["actor"].post("/run", row)
+
+
 async def test_captured_calls_are_fetched_where_they_are_after_a_short_503(monkeypatch: pytest.MonkeyPatch):
     """With other replicas, which have none of the rollout's calls."""
     servers = {"policy": chat_policy.SCRIPTED.app, "other": chat_policy.app}

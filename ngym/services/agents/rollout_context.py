@@ -18,7 +18,7 @@ from ngym.convert import finish_reason, message_item, new_response, output_text,
 from ngym.errors import Boundary, PeerTimeout, ServiceError, Unreachable, UpstreamError
 from ngym.net.json_limits import LONG_NUMBER, MAX_DEPTH, by_size, is_deep, serialize
 from ngym.net.load_balancer import SessionReplica
-from ngym.peer_answers import SHOWN_BYTES, kept_since, problem_of
+from ngym.peer_answers import SHOWN_BYTES, problem_of
 from ngym.rollout import add_usage, extend, tokens_of, versions_in, with_latest_tokens
 from ngym.schema import (
     PARTS,
@@ -305,7 +305,7 @@ class RolloutContext:
             captured: Json = problem_of(reply) if reply.status == 404 else reply.json()
             if not self._captured_at.startswith(f"{replica.url}/"):
                 raise self._unreachable("is no longer served at {url}, which has the captured calls")
-            if kept_since(captured) > self._captured_since:
+            if self.peers.kept_calls.since(str(replica.url), captured) > self._captured_since:
                 raise self._unreachable(
                     "at {url} started again, or dropped calls (captured_tokens), during the rollout"
                 )

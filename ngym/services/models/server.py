@@ -286,7 +286,7 @@ def _unknown(rollout_id: str, captures: Captures) -> NotFound:
     return NotFound(
         f"no captured call of rollout {rollout_id!r}: none was made under /rollouts/{rollout_id}/v1 with token data, "
         "or it was fetched and deleted, or dropped (ngym_captures_forgotten in /metrics)",
-        extra={"kept_s": captures.kept_s()},
+        extra={"kept_s": captures.kept_s(), "kept_id": captures.kept_id},
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from array import array
 from collections import OrderedDict
@@ -294,6 +295,9 @@ class Captures:
     Args:
         registry: counts what is kept and what was dropped.
         max_rollouts, ttl_s: how many rollouts are kept, and for how long after their last call.
+
+    Attributes:
+        kept_id: changes whenever calls may have been lost.
     """
 
     def __init__(self, registry: CollectorRegistry, max_rollouts: int = MAX_ROLLOUTS, ttl_s: float = TTL_S) -> None:
@@ -302,7 +306,7 @@ class Captures:
         self._ttl_s = ttl_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()  # least recently used first
         self._tokens = 0
-        self._kept_since = time.monotonic()
+        self._keep_since(time.monotonic())
         rollout_count = Gauge("ngym_captured_rollouts", "Rollouts whose calls are kept", registry=registry)
         rollout_count.set_function(lambda: len(self._rollouts))
         tokens = Gauge("ngym_captured_tokens", "Token ids kept of captured calls", registry=registry)
@@ -319,7 +323,12 @@ class Captures:
         self._max_tokens = max_tokens
         self._rollouts.clear()
         self._tokens = 0
-        self._kept_since = -math.inf if at_new_address else time.monotonic()
+        self._keep_since(-math.inf if at_new_address else time.monotonic())
+
+    def _keep_since(self, since: float) -> None:
+        """Calls before this time, by time.monotonic(), may be lost."""
+        self._kept_since = since
+        self.kept_id = secrets.token_hex(8)
 
     def kept_s(self) -> float | None:
         """The seconds in which no call was lost: all calls of a rollout that began in them are here.
@@ -385,6 +394,7 @@ class Captures:
             "finish_reasons": [call.finish for call in rollout.calls],
             "spans": [[round(now - call.started_at, 6), round(call.seconds, 6)] for call in rollout.calls],
             "kept_s": self.kept_s(),
+            "kept_id": self.kept_id,
         }
 
     def forget(self, rollout_id: str) -> bool:
@@ -409,7 +419,7 @@ class Captures:
             self.forget(rollout_id)
             self._forgotten.labels(why).inc()
             if self._max_tokens:  # 0 asks for it
-                self._kept_since = max(self._kept_since, rollout.used_at)
+                self._keep_since(max(self._kept_since, rollout.used_at))
 
 
 def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, answer: Json) -> _Call:
