@@ -465,19 +465,22 @@ async def test_what_blocks_the_event_loop_is_counted_and_named(caplog: pytest.Lo
 
 
 IDLE = """
-import asyncio, logging, os, signal, subprocess, sys
+import asyncio, logging, os, sys
+from asyncio.subprocess import PIPE
 from prometheus_client import CollectorRegistry
 from ngym.services.base.runner import Stall, Watchdog
 
 async def main():
     registry = CollectorRegistry()
     pid = os.getpid()
-    stops = f"while sleep 0.3; do kill -STOP {pid} || exit; sleep 0.5; kill -CONT {pid}; done 2>/dev/null"
-    suspending = subprocess.Popen(["sh", "-c", stops])
+    stops = f"while read line; do sleep 0.3; kill -STOP {pid}; sleep 0.5; kill -CONT {pid}; echo; done"
+    suspending = await asyncio.create_subprocess_exec("sh", "-c", stops, stdin=PIPE, stdout=PIPE)
     with Watchdog(registry):
         while not registry.get_sample_value("ngym_machine_stalls_total"):
-            await asyncio.sleep(0.01)
-    suspending.kill()
+            suspending.stdin.write(b"\\n")
+            await suspending.stdout.readline()  # nothing else is done meanwhile: what computes is not idle
+    suspending.stdin.close()
+    await suspending.wait()
 
 logging.basicConfig()
 if sys.argv[1] == "uvloop":
