@@ -34,6 +34,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     app = chat_policy.SCRIPTED.app if request.param == "responses" else chat_policy.app
     async with local_services({"policy": {"replies": REPLIES, "tokens": True}}, policy=app) as peers:
+        app.state.captures.begin(100_000)  # as a process does that is not the first at its address
         yield peers.urls["policy"][0]
 
 

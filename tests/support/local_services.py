@@ -44,9 +44,10 @@ async def local_services(
     servers, tasks = [], []
     for name, app in apps.items():
         model = app.state.options_model
+        peers, own = Peers(urls, owner=name), model(**(options or {}).get(name, {}))
         app.state.context = ServiceContext(
-            name, app.state.kind, model(**(options or {}).get(name, {})), Peers(urls, owner=name), [listeners[name]]
-        )
+            name, app.state.kind, own, peers, [listeners[name]], at_new_address=True
+        )  # else a rollout that begins within milliseconds has to run again where an answer is late
         config = uvicorn.Config(
             app,
             http=Connection,
