@@ -11,6 +11,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from local_services import local_services
 from paths import ROOT
+from pydantic import Field
+from waiting import until
 
 from ngym import ModelCall, VerifyGroup, VerifyRequest, gym_server, model_server
 from ngym.collect import CollectionLimits, CollectionPlan, FailedAttempt, collect
@@ -433,6 +435,47 @@ async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_
         ranked_group = await taking.take()
         await taking.close()
     assert not down and {row["_ng_rollout_index"]: row["reward"] for row in ranked_group.rows} == {0: 0.0, 1: 1.0}
+
+
+class Indexed(VerifyRequest):
+    index: int = Field(alias="_ng_rollout_index")
+
+
+class Compared(VerifyGroup):
+    rollouts: list[Indexed]
+
+
+async def test_a_trainer_compares_the_rollouts_of_a_group_in_their_order_whichever_ended_first(tmp_path):
+    compared: list[list[int]] = []
+
+    async def verify(task: Indexed) -> dict[str, Any]:
+        if task.index == 0:
+            await until(lambda: any(group.rows for group in taking._groups.values()))  # those that have ended
+        return {"reward": None, "reward_pending": "group"}
+
+    def verify_group(group: Compared) -> list[float]:
+        compared.append([rollout.index for rollout in group.rollouts])
+        return [float(index) for index in range(len(group.rollouts))]
+
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(group_task(0)) + "\n")
+    options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
+    apps = {
+        "gym": gym_server(verify=verify, verify_group=verify_group),
+        "policy": policy(""),
+        "agent": load(ROOT / "agents" / "simple" / "app.py").app,
+    }
+    async with local_services({"agent": {"gym": "gym", "model": "policy"}}, **apps) as peers:
+        source = task_sampler.TaskSource(options, seed=0)
+        spool = tmp_path / "rollouts.jsonl"
+        taking = rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)
+        await taking.open(None)
+        taking.announce_version(0, 0)
+        taking.record_version(0, 0)
+        ranked_group = await taking.take()
+        await taking.close()
+    assert compared == [[0, 1]]
+    assert {row["_ng_rollout_index"]: row["reward"] for row in ranked_group.rows} == {0: 0.0, 1: 1.0}
 
 
 async def test_a_text_that_keeps_a_judge_from_its_verdict_is_worth_nothing():

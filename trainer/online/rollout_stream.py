@@ -463,7 +463,7 @@ class RolloutStream:
 
     async def _judge(self, group: Group) -> None:
         """Give rewards to rows that are compared within their group; without a judge they stay unscored."""
-        pending = [row for row in group.rows if is_pending(row)]
+        pending = sorted(filter(is_pending, group.rows), key=lambda row: row["_ng_rollout_index"])
         scored_rows = await self._run.verify_group(pending[0]["agent_ref"]["name"], pending)
         for row in scored_rows:
             self._files.keep(row)
