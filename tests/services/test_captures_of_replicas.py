@@ -29,10 +29,9 @@ ONE_TURN, TWO_TURNS = [text_item("4")], [text_item("4"), {"type": "function_call
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time for the segments stays long enough for a busy machine: only a silent server uses it up."""
+    """The times for the segments and for a probe stay long enough for a busy machine: only a silent server uses them up."""
     monkeypatch.setattr(rows, "TIMEOUT_S", 5.0)
     monkeypatch.setattr(replica_outages, "PROBE_S", 0.02)
-    monkeypatch.setattr(replica_outages, "PROBE_TIMEOUT_S", 0.1)
 
 
 @asynccontextmanager
