@@ -95,24 +95,28 @@ def _bearer(token: Callable[[], Awaitable[str]]) -> Headers:
 async def _entra() -> AsyncIterator[Callable[[], Awaitable[str]]]:
     """A token from azure-identity, which caches and renews it."""
     try:
-        from azure.core.exceptions import ClientAuthenticationError
+        from azure.core.exceptions import AzureError, ClientAuthenticationError
         from azure.identity.aio import DefaultAzureCredential, get_bearer_token_provider
+
+        credential = DefaultAzureCredential()  # without aiohttp it cannot be made
     except ImportError:
         raise ConfigError(
             "azure.entra needs azure-identity: pip install azure-identity aiohttp; or give azure.token_command,"
             " such as [az, account, get-access-token, --resource, https://cognitiveservices.azure.com,"
             " --query, accessToken, --output, tsv]"
         ) from None
-    async with DefaultAzureCredential() as credential:
+    async with credential:
         provided = get_bearer_token_provider(credential, SCOPE)
 
         async def token() -> str:
             try:
                 provided_token: str = await provided()
                 return provided_token
-            except ClientAuthenticationError as error:
+            except AzureError as error:
                 message = " ".join(str(error.message).split())[:300]
-                raise UpstreamError(f"azure.entra: no token from azure-identity: {message}", failure="config") from None
+                retryable = not isinstance(error, ClientAuthenticationError)  # a renewal met a broken network
+                detail = f"azure.entra: no token from azure-identity: {message}"
+                raise UpstreamError(detail, failure="config", retryable=retryable) from None
 
         yield token
 

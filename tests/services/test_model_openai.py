@@ -4,9 +4,11 @@ import asyncio
 import base64
 import importlib.util
 import inspect
+import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -481,6 +483,60 @@ async def test_azure_identity_is_asked_for_where_it_is_missing():
     if importlib.util.find_spec("azure.identity") if importlib.util.find_spec("azure") else False:
         pytest.skip("azure-identity is installed")
     with pytest.raises(ConfigError, match=r"azure.entra needs azure-identity: pip install azure-identity"):
+        async with OPENAI.headers(OPENAI.Azure(entra=True), None):
+            pass
+
+
+class AzureError(Exception):
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+class ClientAuthenticationError(AzureError):
+    pass
+
+
+def azure_identity(monkeypatch: pytest.MonkeyPatch, **content: Any) -> None:
+    """Stands in for azure-identity, whose credential and token provider are in content."""
+    errors = {"AzureError": AzureError, "ClientAuthenticationError": ClientAuthenticationError}
+    for name, members in (("azure.core.exceptions", errors), ("azure.identity.aio", content)):
+        module = ModuleType(name)
+        vars(module).update(members)
+        for package in ("azure", name.rpartition(".")[0]):
+            monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("failure", "retryable"),
+    [(ClientAuthenticationError("please\nlog in"), False), (AzureError("please log in"), True)],
+)
+async def test_azure_identity_gives_a_token_or_says_why_not(
+    monkeypatch: pytest.MonkeyPatch, failure: AzureError, retryable: bool
+):
+    async def provided() -> str:
+        if not tokens:
+            raise failure
+        return tokens.pop()
+
+    tokens, scopes = ["abc", "abc"], []
+    credential = nullcontext()
+    provider = {"get_bearer_token_provider": lambda *given: scopes.append(given) or provided}
+    azure_identity(monkeypatch, DefaultAzureCredential=lambda: credential, **provider)
+    assert await authorizations(entra=True) == ["Bearer abc"] * 2
+    assert scopes == [(credential, "https://cognitiveservices.azure.com/.default")]
+    async with model(Endpoint(), azure={"entra": True}) as client:
+        problem = (await ask(client)).json()
+    assert problem["detail"] == "azure.entra: no token from azure-identity: please log in"
+    assert (problem["status"], problem["failure"], problem["retryable"]) == (502, "config", retryable)
+
+
+async def test_azure_identity_without_aiohttp_is_reported(monkeypatch: pytest.MonkeyPatch):
+    def without_aiohttp() -> None:
+        raise ImportError("aiohttp package is not installed")
+
+    azure_identity(monkeypatch, DefaultAzureCredential=without_aiohttp, get_bearer_token_provider=None)
+    with pytest.raises(ConfigError, match="pip install azure-identity aiohttp"):
         async with OPENAI.headers(OPENAI.Azure(entra=True), None):
             pass
 
