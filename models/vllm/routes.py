@@ -199,7 +199,8 @@ class TokenRoutes:
         with Refusals(openai_refusal):
             body = await self._body(request, _GENERATE)
             body.pop("request_id", None)  # a client must not choose the engine's key of the request
-            body["sampling_params"] = {"logprobs": 0} | (body.get("sampling_params") or {})
+            given = {name: value for name, value in body.get("sampling_params", {}).items() if value is not None}
+            body["sampling_params"] = {"logprobs": 0} | given
             parameters = await off_loop(request, _parse, GenerateRequest, body)
             tokens = Tokens()
             recorded.set(tokens)

@@ -288,7 +288,7 @@ def test_token_ids_go_in_and_come_out(policy: Server, tokenizer: Any, reference:
     chat = policy.post("/tokenize", messages=[user("hello world")]).json()["tokens"]
     assert chat == tokenizer.apply_chat_template([user("hello world")], add_generation_prompt=True)["input_ids"]
     assert policy.post("/detokenize", tokens=text["tokens"]).json()["prompt"] == "hello world"
-    sampling = {"max_tokens": 7, "ignore_eos": True, "temperature": 0.7, "seed": 4}
+    sampling = {"max_tokens": 7, "ignore_eos": True, "temperature": 0.7, "seed": 4, "logprobs": None, "top_p": None}
     answer = policy.post("/inference/v1/generate", token_ids=chat, sampling_params=sampling).json()
     [choice] = answer["choices"]
     logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
