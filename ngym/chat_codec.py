@@ -84,7 +84,7 @@ class Template:
         """The ids of a checked Chat request, including the generation prompt.
 
         Raises:
-            BadRequest: it has parts other than text, forces a tool call, or the template refuses it.
+            BadRequest: it has parts other than text or another template, forces a tool call, or the template refuses it.
         """
         request = without_allowed_tools(request)
         if request.get("tool_choice", "auto") not in ("auto", "none"):
@@ -120,6 +120,8 @@ class Template:
         kwargs = {} if effort is None else {"reasoning_effort": effort}
         kwargs |= {"enable_thinking": False} if effort == "none" else {}
         kwargs |= request.get("chat_template_kwargs") or {}
+        if "chat_template" in kwargs:
+            raise BadRequest("field 'chat_template_kwargs': chat_template is not supported, only the model's own")
         kwargs = {"tools": request.get("tools") or None, "add_generation_prompt": prompt} | kwargs
         try:
             conversation = orjson.dumps([messages, kwargs])

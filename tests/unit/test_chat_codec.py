@@ -132,6 +132,7 @@ def test_a_prompt_continues_from_the_ids_that_were_seen_though_the_template_woul
     [
         ({"tool_choice": "required"}, "field 'tool_choice': this back end cannot force a call"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template is not supported"),
     ],
 )
 def test_what_a_template_cannot_say_is_refused(request_: dict[str, Any], message: str):
