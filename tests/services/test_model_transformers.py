@@ -155,6 +155,11 @@ async def test_what_it_cannot_do_is_refused_by_name(client: httpx.AsyncClient, f
     assert f"field {next(iter(field))!r}: this back end does not support it" in reply.json()["detail"]
 
 
+async def test_a_model_that_generates_text_scores_none(client: httpx.AsyncClient):
+    reply = await client.post("/classify", json={"messages": [{"role": "user", "content": "hello"}]})
+    assert reply.status_code == 400 and "this model generates text" in reply.json()["error"]["message"]
+
+
 async def test_the_models_list_and_answers_name_the_service_and_no_folder(client: httpx.AsyncClient):
     assert (await client.get("/v1/models")).json()["data"][0]["id"] == "policy"
 

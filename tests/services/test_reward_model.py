@@ -92,6 +92,11 @@ async def test_a_request_that_cannot_be_scored_is_refused(peers: Peers, body: Js
     assert message in failure.value.detail and failure.value.status == 400
 
 
+async def test_the_probabilities_of_several_labels_are_those_of_softmax() -> None:
+    for logits in ([0.5, -1.0, 2.0], [1e4, 0.0, -1e4]):
+        assert SCORER._probabilities(logits) == pytest.approx(torch.tensor(logits).softmax(0).tolist(), abs=1e-6)
+
+
 async def test_a_model_that_scores_says_nothing(peers: Peers) -> None:
     with pytest.raises(ServiceError, match="it scores texts"):
         await peers["scorer"].post("/v1/responses", {"input": "hello"})
@@ -171,6 +176,7 @@ def broken_scorer(answer: Any) -> Any:
         {"data": []},
         {"data": [{"probs": [0.3, 0.7]}]},
         {"data": [{"probs": [None]}]},
+        {"data": [{"probs": ["nan"]}]},
         {"error": "no"},
         ServiceError("out of memory", status=500),
     ],
@@ -178,7 +184,7 @@ def broken_scorer(answer: Any) -> Any:
 async def test_a_scoring_service_that_fails_is_a_failure_and_no_reward(answer: Any) -> None:
     gym = load(ROOT / "gym_servers" / "reward_model" / "app.py").app
     async with local_services({"gym": {"reward_model": "scorer"}}, gym=gym, scorer=broken_scorer(answer)) as everyone:
-        with pytest.raises(ServiceError, match=r"without one score|out of memory"):
+        with pytest.raises(ServiceError, match=r"without one score|with the score nan|out of memory"):
             await everyone["gym"].post("/verify", row("7"))
 
 

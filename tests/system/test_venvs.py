@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ngym.cli import run, validate
 from ngym.config.service_config import Config, load_config
 from ngym.errors import ConfigError
 from ngym.peers import Peers
+from ngym.services.base.runner import EXIT_CONFIG
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.venvs import Venv, find_uv, make, venv_of
 
@@ -161,6 +163,14 @@ async def test_changed_requirements_get_an_environment_of_their_own(tmp_path: Pa
     first.requirements.write_text("click==8.1.8\n")
     second = venv_in(tmp_path)
     assert first.folder != second.folder and first.folder.name.startswith("old-")
+
+
+def test_an_environment_that_is_gone_ends_the_service_in_one_line() -> None:
+    job = "ServiceJob({'python': '/nowhere/bin/python', 'action': 'run', 'spec': {}}, [])"
+    program = f"from ngym.supervise.service_main import ServiceJob, perform; perform({job})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
+    told = "cannot be run (No such file or directory); start again to recreate the environment"
+    assert (done.returncode, done.stderr) == (EXIT_CONFIG, f"/nowhere/bin/python: {told}\n")
 
 
 async def test_a_package_that_does_not_exist_is_named_in_one_line(tmp_path: Path) -> None:

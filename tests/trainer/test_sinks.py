@@ -230,6 +230,17 @@ def test_a_sink_in_a_process_that_dies_costs_its_entries(tmp_path: Path, capsys:
     assert stderr.count("logging.mlflow: entries are lost: ") == 1 and "4 of 4 entries were not written" in stderr
 
 
+def test_a_sink_whose_process_ends_before_it_has_answered_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlflow.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    remote = sinks.SubprocessSink("mlflow", recipe.MlflowOptions(uri="x", experiment="e"), tmp_path, {})
+    stderr = run(tmp_path, sinks.Sinks([sinks.SinkThread("mlflow", remote)], close_s=60), capsys)
+    assert stderr.count("logging.mlflow: entries are lost: its process is gone; training continues") == 1
+    assert "4 of 4 entries were not written" in stderr
+
+
 def test_what_goes_wrong_in_the_process_of_a_sink_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,15 +141,18 @@ def test_arguments_written_as_a_string_of_json_are_not_quoted_again(
 def test_bad_rows_are_named_with_file_line_and_reason(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     invalid = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "b"}]}
-    path = write(tmp_path / "bad.jsonl", good, "{", {"prompt": "a"}, {"messages": good["messages"][:1]}, invalid)
+    unasked = {"messages": good["messages"][1:]}
+    rows = ("{", {"prompt": "a"}, {"messages": good["messages"][:1]}, invalid, unasked)
+    path = write(tmp_path / "bad.jsonl", good, *rows)
     with pytest.raises(UsageError) as failure:
         chat_dataset.read_demonstrations(path, tokenizer)
     lines = str(failure.value).splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4, 5)]
+    assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4, 5, 6)]
     assert "not JSON" in lines[0]
     assert 'it needs "messages"' in lines[1]
     assert "no message has the role 'assistant'" in lines[2]
     assert "the chat template refuses it" in lines[3]
+    assert "the assistant speaks first" in lines[4]
 
 
 def test_content_in_text_parts_is_one_text_and_other_parts_and_damaged_calls_are_named(
