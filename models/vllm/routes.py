@@ -9,9 +9,9 @@ make the server fetch something (`content_parts`) or read from another engine (`
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from argparse import Namespace
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -204,12 +204,7 @@ class TokenRoutes:
             parameters = await off_loop(request, _parse, GenerateRequest, body)
             tokens = Tokens()
             recorded.set(tokens)
-            try:
-                answer = _as_json(await self._generation.serve_tokens(parameters))
-            except (ServiceError, asyncio.CancelledError):
-                raise
-            except Exception as error:  # vLLM's own table says whose fault it is
-                raise refusal(create_error_response(error).error) from error
+            answer = await _as_json(self._generation.serve_tokens(parameters))
             if tokens.aborted:
                 raise NotReady(CUT_OFF)
             return await off_loop(request, JsonResponse, answer | tokens.trace)
@@ -222,14 +217,14 @@ class TokenRoutes:
                 raise BadRequest("send either 'prompt' or 'messages'")
             kind = TokenizeCompletionRequest if "prompt" in body else TokenizeChatRequest
             parameters = await off_loop(request, _parse, kind, body)
-            return JsonResponse(_as_json(await self._tokenization.create_tokenize(parameters, request)))
+            return JsonResponse(await _as_json(self._tokenization.create_tokenize(parameters, request)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
         with Refusals(openai_refusal):
             body = await self._body(request, _DETOKENIZE)
             parameters = await off_loop(request, _parse, DetokenizeRequest, body)
-            return JsonResponse(_as_json(await self._tokenization.create_detokenize(parameters, request)))
+            return JsonResponse(await _as_json(self._tokenization.create_detokenize(parameters, request)))
 
     async def _body(self, request: Request, checks: dict[str, Check]) -> Json:
         body = known_fields(await json_body(request), checks, {})
@@ -248,8 +243,14 @@ def _parse(kind: type[BaseModel], body: Json) -> Any:
         raise BadRequest(" ".join(str(error).split())[:600]) from None
 
 
-def _as_json(answer: Any) -> Json:
+async def _as_json(answering: Awaitable[Any]) -> Json:
     """The answer as JSON. Raises vLLM's error as ours."""
+    try:
+        answer = await answering
+    except ServiceError:
+        raise
+    except Exception as error:  # vLLM's own table says whose fault it is
+        raise refusal(create_error_response(error).error) from error
     if isinstance(answer, ErrorResponse):
         raise refusal(answer.error)
     document: Json = answer.model_dump(mode="json", exclude_none=True)

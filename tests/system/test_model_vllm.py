@@ -307,7 +307,11 @@ def test_token_ids_go_in_and_come_out(policy: Server, tokenizer: Any, reference:
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 9}}, "n must be"),
         ("/inference/v1/generate", {"token_ids": [1] * 5000}, "context"),
         ("/tokenize", {"prompt": "x", "messages": []}, "either"),
+        ("/tokenize", {"messages": []}, "conversation"),
+        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        ("/tokenize", {"messages": [user([{"type": "image_url", "image_url": {"url": "data:,"}}])]}, "multimodal"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [2**40]}, "too large"),
     ],
 )  # fmt: skip
 def test_wrong_token_ids_are_refused_in_one_line(policy: Server, path: str, body: dict[str, Any], message: str) -> None:
