@@ -40,9 +40,10 @@ async def test_cases_drawn_from_the_openapi_documents_are_answered(tmp_path: Pat
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("service", SERVICES)
-async def test_ten_thousand_cases_are_answered(tmp_path: Path, service: str) -> None:
+async def test_ten_thousand_cases_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str) -> None:
     """To draw a case takes 15 ms of CPU, to ask and to check it another 5: each processor draws."""
     gyms = (service,) if service in MANY else FEW[:1]
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 18))  # else freed strings of a megabyte stay in the heap
     async with stack(tmp_path, gyms, AGENTS) as running:
         with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as processes:
             (url,) = running.urls[service]

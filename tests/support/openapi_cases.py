@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import Failure, FailureGroup
@@ -26,6 +27,7 @@ CHECKS = [
     promises.unsupported_method,
 ]
 DELIBERATE = 503
+AT_ONCE = 20  # cases of a seed: Hypothesis keeps them, and some have strings of a million characters
 
 
 class Route(NamedTuple):
@@ -50,8 +52,20 @@ def routes(url: str) -> list[Route]:
 def check_route(route: Route, examples: int) -> int:
     """Ask `examples` times, or as often as there are different cases; how many there were."""
     cases = 0
-    session = requests.Session()
-    session.trust_env = False  # no look at files for each request
+    with requests.Session() as session:
+        session.trust_env = False  # no look at files for each request
+        for number in count():
+            expected = min(AT_ONCE, examples - cases)
+            found = _ask(route, expected, number, session)
+            cases += found
+            if found < expected or cases >= examples:
+                break
+    return cases
+
+
+def _ask(route: Route, examples: int, number: int, session: requests.Session) -> int:
+    """Ask for the cases of this seed; how many there were."""
+    cases = 0
 
     def ask(case: Any) -> None:
         nonlocal cases
@@ -68,11 +82,10 @@ def check_route(route: Route, examples: int) -> int:
         suppress_health_check=list(HealthCheck),
         database=None,
         deadline=None,
-        derandomize=True,
     )
-    with session, suppress(Unsatisfiable):  # a route that takes nothing cannot be asked wrongly
+    with suppress(Unsatisfiable):  # a route that takes nothing cannot be asked wrongly
         try:
-            once(given(case=operation.as_strategy(generation_mode=route.mode))(ask))()
+            once(seed(number)(given(case=operation.as_strategy(generation_mode=route.mode))(ask)))()
         except (Failure, FailureGroup) as error:  # which no other process can be sent
             message = "\n".join(map(str, getattr(error, "exceptions", [error])))
             raise AssertionError(f"{route.method} {route.path}: {message}") from None
