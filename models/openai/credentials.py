@@ -22,7 +22,7 @@ log = logging.getLogger("ngym.access")
 SCOPE = "https://cognitiveservices.azure.com/.default"
 COMMAND_S = 60.0
 RETRY_INTERVAL_S = 30.0  # retry interval of a failed command while the last token is valid
-RENEW_BEFORE_S = 300.0  # before a token expires; a token without an expiry is renewed after this time
+RENEW_BEFORE_S = 300.0  # before a token expires, or half its time; one without an expiry is renewed after this time
 
 
 class Azure(BaseModel):
@@ -148,7 +148,8 @@ class _Command:
             self._renewed_at = min(time.time() + RETRY_INTERVAL_S, self._valid_until)
             return
         self._valid_until = _expires(self._token)
-        self._renewed_at = self._valid_until - RENEW_BEFORE_S
+        remaining = self._valid_until - time.time()
+        self._renewed_at = self._valid_until - min(RENEW_BEFORE_S, remaining / 2)
 
     async def _run(self) -> str:
         pipe = asyncio.subprocess.PIPE

@@ -463,7 +463,7 @@ async def test_azure_takes_a_token_from_a_variable(monkeypatch: pytest.MonkeyPat
         OPENAI.Options(model="m", api_key_env=None, azure={"token_env": "ENTRA", "entra": True})
 
 
-@pytest.mark.parametrize(("lasts_s", "runs"), [(3600, 1), (-60, 2)])
+@pytest.mark.parametrize(("lasts_s", "runs"), [(3600, 1), (200, 1), (-60, 2)])
 async def test_a_command_that_prints_a_token_is_run_again_when_that_runs_out(tmp_path: Path, lasts_s: int, runs: int):
     log = tmp_path / "runs"
     command = ["sh", "-c", f"echo run >> {log}; echo {a_token(lasts_s)}"]
