@@ -223,6 +223,12 @@ async def test_the_rollouts_of_a_task_are_ranked_among_one_another_and_equal_one
     assert {outcome["group_size"] for outcome in outcomes} == {4}
 
 
+async def test_a_group_of_no_rollouts_is_refused():
+    with pytest.raises(ServiceError, match="a group has at least one rollout") as refused:
+        await together(fair)
+    assert refused.value.status == 422
+
+
 async def test_a_judge_that_likes_a_place_gives_everybody_in_a_group_half():
     outcomes = await together(lambda *_: "1, 2, 3", WHOLE, HALF, POOR)
     assert [outcome["reward"] for outcome in outcomes] == [0.5] * 3

@@ -227,6 +227,14 @@ class VerifyGroup(BaseModel):
 
     rollouts: Sequence[VerifyRequest] = Field(min_length=1, max_length=1024)
 
+    @field_validator("rollouts")
+    @classmethod
+    def _has_one(cls, rollouts: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
+        """Check this where a derived class has replaced the field, and with it the limits."""
+        if not rollouts:
+            raise ValueError("a group has at least one rollout")
+        return rollouts
+
 
 def gym_server(
     *,
@@ -433,6 +441,7 @@ def _add_group_route(app: FastAPI, author: AuthorFunction, rewarded: Json, rewar
             return JsonResponse({"rollouts": [_reward_fields(outcome, reward_range) for outcome in outcomes]})
 
     schema, summary = author.body.model_json_schema(), "Score the rollouts of a task by comparing them"
+    schema["properties"]["rollouts"]["minItems"] = 1
     answer = object_of({"rollouts": {"type": "array", "items": rewarded}})
     add_route(app, "POST", ROUTE, group_route, summary=summary, body=schema, answer=answer, most_bytes=ROW_BYTES)
 
