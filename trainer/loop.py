@@ -283,6 +283,7 @@ class LiveSource:
             check_transport(options.transport)
             ready = services.ready
             self._pusher = pusher_of(recipe, partial(services.addresses, options.policy), ready.token, say)
+            self._pusher.prepare()  # a refused transport ends the run before it replaces an earlier one
         for line in live_run_sizes(recipe, read_launch()):
             say(line)
         weights = learner.adapter if options.transport == "lora" else learner.weights

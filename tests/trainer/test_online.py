@@ -364,12 +364,16 @@ def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: P
         "weather: {kind: gym_server, app: gym_servers/weather}\n",
         "utf-8",
     )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     words = [f"model.path={policy}", "rollouts.tasks=tasks.jsonl", "rollouts.services=services.yaml", "output=run"]
-    process = train(tmp_path, ["grpo.yaml", "evaluation=null", *words])
+    process = train(tmp_path, ["grpo.yaml", "evaluation=null", *words, "--overwrite"])
     output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and "Traceback" not in output, output
     assert "starting policy, calculator, calculator_agent" in output
     assert "no transport 'http' there; it offers no push at all" in output
+    kept = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert kept == [".held", "metrics.jsonl"] and len(metrics_of(tmp_path)) == 1, "the earlier run was replaced"
 
 
 def test_only_what_the_agent_needs_is_started(root: Path) -> None:

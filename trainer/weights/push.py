@@ -43,6 +43,12 @@ SAY_AFTER_S = 5.0
 UNANSWERED_S = 30.0  # of a request, until the pusher says that it waits for the answer
 JOIN_S = 60.0  # of each call to a replica that joins: the run waits for it
 MAX_AT_ONCE = 64
+REMEDIES = {
+    "filesystem": "; set weights_root: FOLDER in the policy's stanza",
+    "lora": "; set lora_rank in the policy's stanza",
+    **dict.fromkeys(("nccl", "ipc"), "; set engine.weight_transfer_config in the policy's stanza"),
+}
+"""What to do about servers that do not offer a transport."""
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, float16
 # 4e-4, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
@@ -181,7 +187,7 @@ class Pusher:
         for replica, weights in zip(self._replicas, weights_of_replicas, strict=True):
             if self._server_transport not in weights["transport"]:
                 transports = ", ".join(weights["transport"]) or "no push at all"
-                remedy = "; set weights_root in its stanza" if self._server_transport == "filesystem" else ""
+                remedy = REMEDIES.get(self._server_transport, "")
                 raise PushFailed(
                     f"{replica.url}: no transport {self._server_transport!r} there; it offers {transports}{remedy}"
                 )
