@@ -163,7 +163,7 @@ def _environment_metrics(tally: AgentTally) -> Iterator[tuple[str, str, str]]:
 def _length(tally: AgentTally) -> str:
     values = sorted(tally.numbers.get("output_tokens", ()))
     if not values:
-        return "unknown: the model reports no usage" if tally.rollouts else ""
+        return "unknown: the rollouts report no usage" if tally.rollouts else ""
     return f"median {values[len(values) // 2]:.0f}, longest {values[-1]:.0f}"
 
 

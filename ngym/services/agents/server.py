@@ -446,7 +446,7 @@ async def _respond(respond: Respond, rollout: RolloutContext, params: Json) -> J
 def _check_response(response: Any) -> None:
     """Raise ServiceError if a verifier could not read this Response."""
     if not isinstance(response, dict) or "output" not in response:
-        problem = "a Response has `output`, a list of items"
+        problem = "a Response has `output`, a list of items; `rollout.finish` and `rollout.answer` make one"
     else:
         problem = response_problem(response) or ""
     if problem:
