@@ -164,6 +164,8 @@ def load_file(file: Path) -> ModuleType:
             raise ConfigError(
                 f"{_raised_at(error, file)}: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
+        if isinstance(error, ConfigError) and str(file) not in str(error):
+            raise ConfigError(f"{_raised_at(error, file)}: {error}") from error
         raise
     return module
 

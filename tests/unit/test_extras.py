@@ -90,6 +90,13 @@ def script(folder: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.process  # nvidia-smi
+def test_a_service_whose_function_is_refused_is_named_with_its_line(tmp_path: Path) -> None:
+    app = tmp_path / "app.py"
+    app.write_text("from ngym import agent\napp = agent(respond=print)\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"app\.py:2: print: write `async def respond\(request, rollout\)`"):
+        load_file(app)
+
+
 def test_the_doctor_shows_whose_scripts_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path / "a", "ng_run", "#!/usr/bin/python3\nimport sys\nfrom nemo_gym.cli import run\nsys.exit(run())\n")
     script(tmp_path / "a", "ng", "#!/usr/bin/env node\nrequire('../lib/init.js')\n")
