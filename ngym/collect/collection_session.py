@@ -211,8 +211,9 @@ class CollectionSession:
                 if isinstance(outcome, FailedAttempt) and outcome.failure["class"] not in reported:
                     failure = outcome.failure
                     reported.add(failure["class"])
+                    message = " ".join(failure["message"].split())
                     show.say(
-                        f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {failure['message']}"
+                        f"first {failure['class']} (task {outcome.key.task_index}, {failure['service']}): {message}"
                     )
 
     async def _flush(self) -> None:

@@ -244,7 +244,7 @@ async def test_rollouts_that_were_given_up_are_reported_and_give_exit_code_1(tas
     def answer(row: Json) -> Json | web.Response:
         upstream = {"service": "policy", "url": "http://x", "status": 401}
         return (
-            problem(502, failure="model_error", detail="the API key is wrong", upstream=upstream, retryable=False)
+            problem(502, failure="model_error", detail="the API\nkey is wrong", upstream=upstream, retryable=False)
             if row["n"]
             else scored_row(row)
         )
