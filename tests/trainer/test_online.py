@@ -354,6 +354,20 @@ def test_one_attempt_at_a_task_has_a_learning_signal_where_no_group_is_compared(
     assert greedy[3] > greedy[0]
 
 
+def test_the_algorithm_of_the_documentation_trains_on_live_rollouts_without_advantages(
+    root: Path, policy: Path, tmp_path: Path
+) -> None:
+    page = (root / "docs" / "algorithms.md").read_text("utf-8")
+    (tmp_path / "rejection_sampling.py").write_text(page.partition("```python\n")[2].partition("```")[0], "utf-8")
+    with serving(Stub(policy)) as stub:
+        words = [*arguments(tmp_path, policy, stub, 2), "algorithm.name=rejection_sampling.py:RejectionSampling"]
+        process = train(tmp_path, [*words, "algorithm.threshold=0.5"])
+        output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    assert [row["loss"] > 0 for row in of_steps(tmp_path)] == [True, True]
+    assert (tmp_path / "run" / "advantages.jsonl").read_text("utf-8").count('"advantages":{}') == 2
+
+
 def test_a_model_server_that_takes_no_weights_ends_the_run_with_a_line(policy: Path, tmp_path: Path) -> None:
     """The services are real processes, started and stopped by the command."""
     write_tasks(tmp_path / "tasks.jsonl", 3)

@@ -163,15 +163,16 @@ class LiveBatches:
 
     def _record(self, step: int, samples: Sequence[Sample]) -> None:
         """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line
-        of a step counts.
+        of a step counts. An algorithm of the user's may compute none.
         """
         if self._services is None:
             return
-        means = {
-            rollout.id: round(fmean(chain.from_iterable(segment.advantages or () for segment in rollout.segments)), 6)
-            for rollout in samples
-            if isinstance(rollout, RolloutSample) and rollout.trained
+        rollouts = [rollout for rollout in samples if isinstance(rollout, RolloutSample)]
+        advantages = {
+            rollout.id: list(chain.from_iterable(segment.advantages or () for segment in rollout.segments))
+            for rollout in rollouts
         }
+        means = {name: round(fmean(values), 6) for name, values in advantages.items() if values}
         with (self._recipe.output / ADVANTAGES).open("ab") as file:
             file.write(orjson.dumps({"step": step, "advantages": means}) + b"\n")
 
