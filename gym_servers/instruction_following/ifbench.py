@@ -1,6 +1,7 @@
 """IFBench's 58 instructions (arXiv 2507.02833), written from their descriptions; ids and arguments are those of its rows.
 
-`count:lines` and `words:alternating_case` are our own. Empty and trivial answers follow no instruction.
+`count:lines`, `words:alternating_case` and `sentence:last_first` (as `words:last_first`) are our own. Empty and trivial
+answers follow no instruction.
 """
 
 import csv
