@@ -23,7 +23,10 @@ MAX_NODES = 100_000  # per YAML file
 MAX_DIGITS = 100
 SURE, LIKELY = 0.85, 0.8  # similarity of a misspelled key: beside other candidates, and in another section
 MAX_SUGGESTED = 2  # keys; a last part that more keys have, such as `name`, says too little
+MAX_KEYS = 5  # in the message about a section that is not a mapping
 DEEPEST = 8  # levels of keys
+EXPECTED = {"model_type": "a mapping", "dict_type": "a mapping", "list_type": "a list", "tuple_type": "a list"}
+"""pydantic's type of an error -> the form that the value must have."""
 REFERENCE = re.compile(r"\$\{\.*([^:{}]+)\}")  # ${a.b} and the relative ${.b}, not ${oc.env:A}
 
 
@@ -297,7 +300,7 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: 
         return f"{tree.where(key)}: unknown key {key!r}{_suggestion(model, tree, item['loc'], other_names)}"
     if item["type"] == "missing":
         return f"{tree.where(key)}: {key!r} is missing"
-    message = item["msg"].removeprefix("Value error, ")
+    message = _message(model, item)
     if not key:  # a rule about several keys: its input would show everything, including secrets
         return f"{tree.default_where}: {message}"
     # A list ends with its last line.
@@ -305,6 +308,16 @@ def _describe(model: type[BaseModel], tree: ConfigTree, item: Any, other_names: 
         return f"{tree.where(key)}: {key}: {message}"
     text = tree.environment.get(key) or repr(item["input"])
     return f"{tree.where(key)}: {key}: {message}; got {text if len(text) < 80 else text[:77] + '...'}"
+
+
+def _message(model: type[BaseModel], item: Any) -> str:
+    """What is wrong with a value; a value of another form in the words of YAML."""
+    form = EXPECTED.get(item["type"])
+    if form is None:
+        return str(item["msg"].removeprefix("Value error, "))
+    keys = list(dict.fromkeys(_fields_at(model, item["loc"]))) if form == "a mapping" else []
+    some = ", ".join(keys[:MAX_KEYS]) + (", ..." if len(keys) > MAX_KEYS else "")
+    return f"expected {form}" + (f" with keys such as {some}" if keys else "")
 
 
 def _suggestion(
@@ -377,11 +390,9 @@ def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
     """The keys that are allowed at a place in a model, also inside unions and lists."""
     models = [model]
     for part in loc:
-        result: list[Any] = []
-        for current in models:
-            info = getattr(current, "model_fields", {}).get(part)
-            result += _models_in(info.annotation) if info else [current]
-        models = result
+        infos = [getattr(current, "model_fields", {}).get(part) for current in models]
+        if any(infos):  # else it is the index in a list
+            models = [inner for info in infos if info for inner in _models_in(info.annotation)]
     return [name for current in models for name in getattr(current, "model_fields", {})]
 
 

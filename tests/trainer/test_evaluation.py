@@ -231,6 +231,7 @@ def test_a_row_for_another_agent_is_named_before_anything_is_asked(tmp_path: Pat
     [
         ({"tasks": "TASKS"}, None, "sft", "sft trains on a file and is evaluated on one; name evaluation.data"),
         ({"data": "TASKS"}, None, "grpo", "grpo has no metric on a finished file"),
+        ({"data": "TASKS"}, 1, "grpo", "name held-out tasks with evaluation.tasks"),
         ({"tasks": "TASKS"}, 2, "grpo", "evaluation.tasks does not say which agent attempts them"),
         ({"tasks": "TASKS"}, 1, "grpo", None),
         ({"tasks": "TASKS"}, None, "grpo", None),  # the same recipe, once with data.path

@@ -252,6 +252,8 @@ def evaluation_problem(
         if options.data is None and not learns_from_rollouts:
             return f"{name} trains on a file and is evaluated on one; name evaluation.data"
         return None
+    if options.data is not None:
+        return "data is a held-out file of a run on a file; name held-out tasks with evaluation.tasks, and remove evaluation.data"
     if options.tasks is not None and len(live.sources) > 1:
         return "evaluation.tasks does not say which agent attempts them; use evaluation.environments"
     return None
