@@ -97,6 +97,14 @@ def test_a_policy_app_replaces_the_stanza_and_its_options(here: Path) -> None:
     assert scripted["replies"] and "bundle_tokens" not in scripted
 
 
+@pytest.mark.parametrize("app", [None, "models/vllm"])
+def test_a_policy_that_is_not_a_model_is_refused_before_anything_starts(here: Path, app: str | None) -> None:
+    with pytest.raises(
+        ConfigError, match=r"yaml:\d+: rollouts\.policy names 'my_env', which is a gym_server, not a model"
+    ):
+        config_for(Path("global_config.yaml"), "my_env", app, ["model=/a/policy"])
+
+
 @pytest.mark.parametrize(("written", "bundles"), [("", "auto"), ("bundle_tokens: false", False)])
 def test_the_policy_of_a_run_bundles_tokens_unless_its_stanza_decides(
     tmp_path: Path, written: str, bundles: object

@@ -223,14 +223,20 @@ def serving_options(recipe: Recipe) -> list[str]:
 
 
 def config_for(file: Path, policy: str, app: str | None, options: Sequence[str]) -> Config:
-    """The config with these options of the policy. app: replaces the policy's stanza, whose own options are dropped."""
-    served_by = app or load_config([file]).stanza(policy).app or ""
+    """The config with these options of the policy. app: replaces the policy's stanza, whose own options are dropped.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    named = load_config([file]).stanza(policy)
+    if named.kind != "model":
+        raise ConfigError(f"{named.where}: rollouts.policy names {policy!r}, which is a {named.kind}, not a model")
+    served_by = app or named.app or ""
     if not served_by.endswith(VLLM):  # the others need no option to sleep or to receive
         options = [option for option in options if option != SLEEP_MODE and not option.startswith(TRANSFER)]
     if app is None:
         return _enable_bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])
-    config.stanza(policy)
     settings: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")

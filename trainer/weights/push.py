@@ -49,6 +49,7 @@ REMEDIES = {
     **dict.fromkeys(("nccl", "ipc"), "; set engine.weight_transfer_config in the policy's stanza"),
 }
 """What to do about servers that do not offer a transport."""
+NO_PUSH = "; models/vllm, models/transformers and models/sglang take weights (rollouts.policy_app)"
 # Mean difference of logprobs from arithmetic alone, by the less precise side: float32 1e-6 measured, float16
 # 4e-4, bfloat16 0.011.
 TOLERANCES = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
@@ -187,7 +188,7 @@ class Pusher:
         for replica, weights in zip(self._replicas, weights_of_replicas, strict=True):
             if self._server_transport not in weights["transport"]:
                 transports = ", ".join(weights["transport"]) or "no push at all"
-                remedy = REMEDIES.get(self._server_transport, "")
+                remedy = REMEDIES.get(self._server_transport, "") if weights["transport"] else NO_PUSH
                 raise PushFailed(
                     f"{replica.url}: no transport {self._server_transport!r} there; it offers {transports}{remedy}"
                 )
