@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ngym.config.yaml_tree import load_tree, parse
+from ngym.did_you_mean import near_file
 from ngym.errors import UsageError
 
 NAME = r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"  # as Kubernetes and Slurm accept it, with room for suffixes
@@ -45,6 +46,8 @@ class Target(BaseModel):
 
 def read_target(file: Path, overrides: Sequence[str]) -> Target:
     """The settings of a file and `key=value` overrides. ConfigError: one line per mistake."""
+    if not file.exists():
+        raise UsageError(f"{file}: no such settings file{near_file(file)}; docs/scale.md has examples")
     texts = [name for name, field in Target.model_fields.items() if field.annotation in (str, str | None)]
     target: Target = parse(Target, load_tree([file], overrides, texts=texts))
     for name in target.secrets:

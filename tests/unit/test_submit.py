@@ -254,6 +254,8 @@ def test_settings_are_checked_and_overridden(tmp_path: Path) -> None:
     file.write_text("name: One Job\nnods: 2\n")
     with pytest.raises(ConfigError, match=r"cluster.yaml:2: unknown key 'nods' \(did you mean 'nodes'"):
         read_target(file, [])
+    with pytest.raises(UsageError, match=r"clustr\.yaml: no such settings file \(did you mean .*cluster\.yaml"):
+        read_target(file.with_name("clustr.yaml"), [])
 
 
 def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
