@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save
 from stub_engines import Sglang, write_stub_model
 from waiting import PATIENCE_S
 
+from ngym.errors import UsageError
 from ngym.services.base.app import load
 from ngym.trainer.weights.push import Pusher, PushFailed
 from ngym.trainer.weights.replica import LogprobProof
@@ -288,4 +289,6 @@ async def test_a_push_that_is_not_whole_is_refused_and_leaves_nothing(folder: Pa
         pusher = Pusher([str(client.base_url)], TOKEN, transport="filesystem", folder=tmp_path, patience_s=5)
         with pytest.raises(PushFailed, match="no transport 'filesystem' there; it offers disk"):
             await asyncio.to_thread(pusher.prepare)
+        with pytest.raises(UsageError, match=r"rollouts\.push_folder: there is no folder .*gone; name the folder"):
+            Pusher([str(client.base_url)], TOKEN, transport="filesystem", folder=tmp_path / "gone")
         await asyncio.to_thread(pusher.finish)

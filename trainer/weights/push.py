@@ -145,6 +145,9 @@ class Pusher:
         is_custom = ":" in transport
         if not is_custom and (transport == "filesystem") != (folder is not None):
             raise ValueError("a folder is only for the transport filesystem")
+        if transport == "filesystem" and folder is not None and not folder.is_dir():
+            remedy = "name the folder that the policy's stanza calls weights_root"
+            raise UsageError(f"rollouts.push_folder: there is no folder {folder}; {remedy}")
         if (transport == "lora") != (adapter is not None):
             raise ValueError("an adapter's shape is only for the transport lora")
         self._urls = urls if callable(urls) else lambda: urls
