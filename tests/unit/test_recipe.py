@@ -56,7 +56,7 @@ def test_later_files_win_over_earlier_ones_and_the_command_line_over_all(tmp_pat
         ("sft.yaml", "max_steps=true", "max_steps: expected a number; got True"),
         ("sft.yaml", "optimizer=adam", "optimizer: expected a mapping with keys such as name, lr, betas, eps, momentum, ...; got 'adam'"),
         ("sft.yaml", "optimizer.betas=0.9", "optimizer.betas: expected a list; got 0.9"),
-        ("grpo.yaml", "algorithm.kl=1", "algorithm.kl: expected a mapping with keys such as coef, where, estimator, gradient; got 1"),
+        ("letters.yaml", "algorithm.kl=1", "algorithm.kl: expected a mapping with keys such as coef, where, estimator, gradient; got 1"),
         ("letters.yaml", "max_steps=0", "max_steps: Input should be greater than 0; got 0"),
     ],
 )  # fmt: skip
