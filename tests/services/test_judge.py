@@ -407,6 +407,21 @@ async def test_a_trainer_takes_groups_whose_rollouts_were_ranked_and_keeps_no_ro
         assert sorted(worth, key=worth.__getitem__) == sorted(worth, key=facts)
 
 
+def stream_of(peers, options, spool):
+    source = task_sampler.TaskSource(options, seed=0)
+    return rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)
+
+
+async def group_of(taking):
+    """A group of rollouts under weights of version 0."""
+    await taking.open(None)
+    taking.announce_version(0, 0)
+    taking.record_version(0, 0)
+    group = await taking.take()
+    await taking.close()
+    return group
+
+
 async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_is_compared(tmp_path):
     down = True
 
@@ -432,14 +447,8 @@ async def test_a_trainer_waits_for_a_gym_server_that_starts_again_while_a_group_
     options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
     apps = {"gym": gym, "policy": policy(""), "agent": load(ROOT / "agents" / "simple" / "app.py").app}
     async with local_services({"agent": {"gym": "gym", "model": "policy"}}, **apps) as peers:
-        source = task_sampler.TaskSource(options, seed=0)
-        spool = tmp_path / "rollouts.jsonl"
-        taking = rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)
-        await taking.open(None)
-        taking.announce_version(0, 0)
-        taking.record_version(0, 0)
-        ranked_group = await taking.take()
-        await taking.close()
+        taking = stream_of(peers, options, tmp_path / "rollouts.jsonl")
+        ranked_group = await group_of(taking)
     assert not down and {row["_ng_rollout_index"]: row["reward"] for row in ranked_group.rows} == {0: 0.0, 1: 1.0}
 
 
@@ -472,14 +481,8 @@ async def test_a_trainer_compares_the_rollouts_of_a_group_in_their_order_whichev
         "agent": load(ROOT / "agents" / "simple" / "app.py").app,
     }
     async with local_services({"agent": {"gym": "gym", "model": "policy"}}, **apps) as peers:
-        source = task_sampler.TaskSource(options, seed=0)
-        spool = tmp_path / "rollouts.jsonl"
-        taking = rollout_stream.RolloutStream(peers, source, options, 1.0, 1, 1, spool, lambda group: True)
-        await taking.open(None)
-        taking.announce_version(0, 0)
-        taking.record_version(0, 0)
-        ranked_group = await taking.take()
-        await taking.close()
+        taking = stream_of(peers, options, tmp_path / "rollouts.jsonl")
+        ranked_group = await group_of(taking)
     assert compared == [[0, 1]]
     assert {row["_ng_rollout_index"]: row["reward"] for row in ranked_group.rows} == {0: 0.0, 1: 1.0}
 
