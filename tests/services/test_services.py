@@ -902,8 +902,8 @@ async def begin(task: VerifyRequest, session: Session) -> str:
     [
         (None, r"step returned None; return Step\(observation, reward, terminated, truncated, info\)"),
         ("Over.", "step returned 'Over.'; return Step"),
-        (("Over.", math.nan), "step returned the reward nan; it is a finite number"),
-        (("Over.", 1.0, True, False, "none"), "step returned info of type str; it is a dict or None"),
+        (("Over.", math.nan), "step returned the reward nan; it must be a finite number"),
+        (("Over.", 1.0, True, False, "none"), "step returned info of type str; it must be a dict or None"),
     ],
 )
 async def test_what_a_step_may_not_return_is_named(outcome: Any, line: str):

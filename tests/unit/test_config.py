@@ -154,7 +154,7 @@ def test_paths_of_options_are_relative_to_the_config_and_input_files_must_exist(
     assert str(caught.value) == expected
     with pytest.raises(ConfigError) as caught:
         parse_options(Options, {"databases": "replies.jsonl"}, {"databases": "c.yaml:7"}, "c.yaml:5", [], tmp_path)
-    assert str(caught.value) == (f"c.yaml:7: databases: {tmp_path}/replies.jsonl is no folder; got 'replies.jsonl'")
+    assert str(caught.value) == (f"c.yaml:7: databases: {tmp_path}/replies.jsonl is not a folder; got 'replies.jsonl'")
 
 
 def test_a_missing_service_that_only_a_default_names_is_reported_with_the_key_to_write():

@@ -52,7 +52,7 @@ def _existing(path: Path) -> Path:
 
 def _existing_folder(path: Path) -> Path:
     if not path.is_dir():
-        raise ValueError(f"{path} is no folder" if path.exists() else f"there is no folder {path}{near_file(path)}")
+        raise ValueError(f"{path} is not a folder" if path.exists() else f"there is no folder {path}{near_file(path)}")
     return path
 
 

@@ -474,7 +474,7 @@ def _reward_fields(outcome: Any, reward_range: RewardRange | None = None) -> Jso
     if components is not None:
         if not isinstance(components, Mapping):
             raise ServiceError(
-                f"verify returned {components!r:.60} as reward_components; it is a record of numbers by name",
+                f"verify returned {components!r:.60} as reward_components; it must be a record of numbers by name",
                 failure="verify_error",
             )
         components = {name: _finite(value, f"reward component {name!r}") for name, value in components.items()}

@@ -173,9 +173,9 @@ def _as_step(outcome: Any) -> Step:
         raise ServiceError(f"step returned {shorten(repr(step), SHOWN_CHARS)}; return Step({fields})")
     reward = plain_number(step.reward)
     if not is_reward(reward):
-        raise ServiceError(f"step returned the reward {shorten(repr(reward), SHOWN_CHARS)}; it is a finite number")
+        raise ServiceError(f"step returned the reward {shorten(repr(reward), SHOWN_CHARS)}; it must be a finite number")
     if not isinstance(step.info, dict | None):
-        raise ServiceError(f"step returned info of type {type(step.info).__name__}; it is a dict or None")
+        raise ServiceError(f"step returned info of type {type(step.info).__name__}; it must be a dict or None")
     return step._replace(reward=float(reward), terminated=bool(step.terminated), truncated=bool(step.truncated))
 
 
