@@ -473,7 +473,7 @@ from ngym.services.base.runner import Stall, Watchdog
 async def main():
     registry = CollectorRegistry()
     pid = os.getpid()
-    stops = f"while read line; do sleep 0.3; kill -STOP {pid}; sleep 0.5; kill -CONT {pid}; echo; done"
+    stops = f"while read line; do sleep 0.3; kill -STOP {pid}; sleep 0.5; kill -CONT {pid}; sleep 0.3; echo; done"
     suspending = await asyncio.create_subprocess_exec("sh", "-c", stops, stdin=PIPE, stdout=PIPE)
     with Watchdog(registry):
         while not registry.get_sample_value("ngym_machine_stalls_total"):
@@ -497,6 +497,20 @@ def test_a_stall_of_an_idle_process_is_counted_as_the_machines_and_not_logged(lo
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     assert "blocked" not in ended.stderr
+
+
+async def test_a_stall_that_has_just_ended_has_no_place_in_the_watchdog_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog, idle = Watchdog(CollectorRegistry()), []
+    read_clocks = watchdog._read
+
+    def reading() -> Any:
+        idle.append(watchdog._is_idle(sys._getframe()))
+        return read_clocks()
+
+    with watchdog:
+        monkeypatch.setattr(watchdog, "_read", reading)
+        await until(lambda: bool(idle))
+    assert all(idle) and not watchdog._is_idle(sys._getframe())
 
 
 @pytest.mark.parametrize(

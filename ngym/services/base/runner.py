@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from prometheus_client import CollectorRegistry, Counter
@@ -159,8 +159,14 @@ class Watchdog:
             due_s = max(STALL_S - stalled_s, SAMPLE_INTERVAL_S)  # a stall is not yet one before
             if not self._where and stalled_s > STALL_S:
                 frame = sys._current_frames().get(self._watched)
-                if frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) not in IDLE_FRAMES:
+                if frame is not None and not self._is_idle(frame):
                     self._where = "".join(traceback.format_stack(frame, limit=None)[-FRAMES:]).rstrip()
+
+    def _is_idle(self, frame: FrameType) -> bool:
+        """Whether the loop, which is there, runs no callback, or that of this watchdog: the stall has just ended."""
+        if (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in IDLE_FRAMES:
+            return True
+        return any(outer.f_code is Watchdog._set_mark.__code__ for outer, _ in traceback.walk_stack(frame))
 
 
 def _open(path: str) -> int | None:
