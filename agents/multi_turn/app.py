@@ -105,7 +105,10 @@ def _visible_messages(dialogue: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages = []
     for item in dialogue:
         if item.get("role") == "user":
-            messages.append({"role": "assistant", "content": content_text(item["content"]) or "(an image)"})
+            content = item["content"]
+            has_image = not isinstance(content, str) and any(part["type"] == "input_image" for part in content)
+            text = content_text(content) or ("(an image)" if has_image else "")
+            messages.append({"role": "assistant", "content": text})
         elif item.get("role") == "assistant":
             messages.append(user(without_reasoning(last_text({"output": [item]}))))
     return messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -66,6 +67,19 @@ def write_splits(
     """
     files = {"train": rows[validation:], "validation": rows[:validation], "example": rows[:examples]}
     write_rows(folder, files if gold is None else {**files, "gold": gold})
+
+
+def output_folder(doc: str | None, beside: Path) -> Path:
+    """The folder that a generator's command line names; without one, that of the script.
+
+    doc: the script's docstring.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=beside, help="written to; default: the script's own")
+    folder: Path = parser.parse_args().folder
+    if not folder.is_dir():
+        parser.error(f"{folder}: is not a folder")
+    return folder
 
 
 def assistant_message(text: str) -> Json:

@@ -94,17 +94,18 @@ async def test_a_user_that_a_model_plays_sees_the_assistants_words_only_and_ends
     assert (user_texts, scored["reward"], scored["ng"]["stop_reason"]) == (["add 4"], 1.0, "user_done")
 
 
-async def test_the_model_that_plays_the_user_gets_the_text_of_a_prompt_with_an_image():
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+QUESTION = {"type": "input_text", "text": "Which colour?"}
+
+
+@pytest.mark.parametrize(("content", "text"), [([QUESTION, IMAGE], "Which colour?"), ([IMAGE], "(an image)"), ("", "")])
+async def test_the_model_that_plays_the_user_gets_the_text_of_a_prompt_with_an_image(content, text):
     seen = []
 
     async def respond(request, call):
         seen.append(request["input"])
         return {"output": [says("###DONE###")]}
 
-    content = [
-        {"type": "input_text", "text": "Which colour?"},
-        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
-    ]
     apps = {
         "counter": service("gym_servers/counter"),
         "agent": service("agents/multi_turn"),
@@ -120,7 +121,7 @@ async def test_the_model_that_plays_the_user_gets_the_text_of_a_prompt_with_an_i
         scored = await peers["agent"].post("/run", row)
     assert scored["ng"]["stop_reason"] == "user_done"
     said = [(item["role"], item["content"]) for item in seen[0]]
-    assert said == [("assistant", "Which colour?"), ("user", "Red.")]
+    assert said == [("assistant", text), ("user", "Red.")]
 
 
 async def test_a_user_who_never_ends_is_cut_off():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +236,11 @@ async def test_a_row_without_fitting_tests_is_refused(gym, row):
         await gym.session().post("/seed_session", {"responses_create_params": {"input": "x"}, **row})
 
 
-async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_is_in_training(gym, tmp_path):
-    script = tmp_path / "generate.py"
-    script.write_bytes((ROOT / "data" / "code_exec" / "generate.py").read_bytes())
-    runpy.run_path(str(script), run_name="__main__")
+async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_is_in_training(
+    gym, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "data" / "code_exec" / "generate.py"), run_name="__main__")
     for file in ("train", "validation", "example"):
         assert (tmp_path / f"{file}.jsonl").read_bytes() == (ROOT / "data" / "code_exec" / f"{file}.jsonl").read_bytes()
     prompts = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]

@@ -195,6 +195,14 @@ async def test_the_agent_plays_to_the_end_and_the_tokens_are_one_segment():
     assert masked[1].startswith(SECRET)
 
 
+async def test_an_agent_that_does_not_take_turns_is_refused():
+    apps = {"games": server.app, "agent": service("agents/simple"), "model": service("models/scripted")}
+    async with local_services({"agent": {"gym": "games", "model": "model"}}, **apps) as peers:
+        with pytest.raises(ServiceError, match=r"games is played turn by turn .* `app: agents/gymnasium`") as raised:
+            await peers["agent"].post("/run", WORDLE)
+    assert raised.value.failure == "config"
+
+
 async def test_the_agents_trajectory_alone_is_worth_the_same():
     scored = await play([{"turn": 1, "text": "no"}, {"turn": 2, "text": SECRET}], WORDLE)
     async with playing() as peers:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import runpy
+import sys
 import time
 from typing import Any
 
@@ -111,10 +112,9 @@ def test_no_question_of_validation_is_in_training(name):
         "translation",
     ],
 )
-def test_the_shipped_data_is_what_its_script_makes(name, tmp_path):
-    script = tmp_path / "generate.py"
-    script.write_bytes((ROOT / "data" / name / "generate.py").read_bytes())
-    runpy.run_path(str(script), run_name="__main__")
+def test_the_shipped_data_is_what_its_script_makes(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "data" / name / "generate.py"), run_name="__main__")
     for file in ("train", "validation", "example"):
         generated, shipped = tmp_path / f"{file}.jsonl", ROOT / "data" / name / f"{file}.jsonl"
         assert generated.read_bytes() == shipped.read_bytes()

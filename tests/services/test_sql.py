@@ -5,6 +5,7 @@ import hashlib
 import json
 import runpy
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,11 @@ async def test_a_gold_query_that_fails_is_not_a_verdict(gym):
     assert (answer["reward"], answer["outcome"], answer["reason"]) == (None, "gold_error", "no such column: nome")
 
 
-async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_is_in_training(gym, tmp_path):
-    script = tmp_path / "generate.py"
-    script.write_bytes((ROOT / "data" / "sql" / "generate.py").read_bytes())
-    runpy.run_path(str(script), run_name="__main__")
+async def test_the_shipped_data_is_what_its_script_makes_and_no_question_of_validation_is_in_training(
+    gym, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "data" / "sql" / "generate.py"), run_name="__main__")
     for file in ("train", "validation", "example"):
         assert (tmp_path / f"{file}.jsonl").read_bytes() == (ROOT / "data" / "sql" / f"{file}.jsonl").read_bytes()
     prompts = [{row["responses_create_params"]["input"] for row in rows(file)} for file in ("train", "validation")]

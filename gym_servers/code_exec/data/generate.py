@@ -1,6 +1,6 @@
 """Programming tasks as chains of steps over numbers or words; the chain itself says what each test must give.
 
-python data/code_exec/generate.py     # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/code_exec/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -168,7 +168,7 @@ def tells(row: dict[str, Any]) -> bool:
     return len({str(case.get("expected", case.get("stdout"))) for case in row["cases"]}) >= 3
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
 
     def draw(_: int) -> dict[str, Any] | None:
@@ -176,8 +176,8 @@ def main() -> None:
         return row if tells(row) else None
 
     rows = draw_distinct(TRAIN + VALIDATION, draw, lambda row: prompt_of(row).partition("\n\n")[0])
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

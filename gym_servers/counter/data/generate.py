@@ -1,6 +1,6 @@
 """Counter tasks: reach a number, or follow what people put in and take out; the same seed gives the same bytes.
 
-python data/counter/generate.py        # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/counter/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ngym.files.task_rows import draw_distinct, function_tool, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, function_tool, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -47,11 +47,11 @@ def follow(rng: random.Random) -> tuple[str, int]:
     return f"{', then '.join(sentences)}. Do the same to the counter.", sum(changes)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     rows = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng), prompt_of)
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,20 +1,19 @@
 """Requests to an assistant with tools: one call, several at once, the right one of many, none. The gold is what was drawn.
 
-python data/function_call/generate.py [FOLDER]    # writes train, validation, example and gold.jsonl, beside this script by default
+python data/function_call/generate.py [FOLDER]  # train, validation, example and gold.jsonl; default: here
 """
 
 from __future__ import annotations
 
 import random
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -336,4 +335,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(output_folder(__doc__, HERE))

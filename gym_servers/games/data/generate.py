@@ -1,6 +1,6 @@
 """Seeds of games, and for some of them the moves that win; no level of validation is trained on.
 
-python data/games/generate.py [FOLDER]     # writes train, validation, example and gold.jsonl, beside this script by default
+python data/games/generate.py [FOLDER]  # train, validation, example and gold.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 from ngym.files.jsonl import write_rows
-from ngym.files.task_rows import assistant_message, task_row
+from ngym.files.task_rows import assistant_message, output_folder, task_row
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -132,4 +131,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(output_folder(__doc__, HERE))

@@ -1,13 +1,12 @@
 """Seeds of gymnasium's environments, and for some of them the actions that a search or a rule found; no seed of validation is trained on.
 
-PYTHON data/gymnasium_env/generate.py [FOLDER]     # writes train, validation, example and gold.jsonl, beside this script by default
+PYTHON data/gymnasium_env/generate.py [FOLDER]  # train, validation, example and gold.jsonl; default: here
 
 PYTHON: of the server's environment (.ngym/venvs/gymnasium_env-*/bin/python).
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import gymnasium
 
 from ngym.files.jsonl import write_rows
-from ngym.files.task_rows import assistant_message, task_row
+from ngym.files.task_rows import assistant_message, output_folder, task_row
 
 HERE = Path(__file__).resolve().parent
 TRAIN, VALIDATION = 20, 5  # seeds of each environment
@@ -104,4 +103,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(output_folder(__doc__, HERE))

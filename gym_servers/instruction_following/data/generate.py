@@ -3,7 +3,7 @@
 A text is written first and changed until it follows the drawn instructions; their numbers are then read off it. A set
 is kept only if the server's own checks find every instruction followed by the reference: so none contradict each other.
 
-python data/instruction_following/generate.py    # rewrites train.jsonl, validation.jsonl and example.jsonl beside this
+python data/instruction_following/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.config.shipped_files import app_file
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -399,13 +399,13 @@ def special(
     return [name], [{}], [wording], f"{text} My answer is {answer}."
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     names = [*MAKERS, *ALONE]
     rows = draw_distinct(TRAIN + VALIDATION, lambda count: task(rng, names[count % len(names)]), prompt_of)
     rng.shuffle(rows)
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

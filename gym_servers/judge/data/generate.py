@@ -1,6 +1,6 @@
 """Letters to write: rubrics, references and groups with planted defects, so that the right order is known. Seeded.
 
-python data/judge/generate.py          # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/judge/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -65,13 +65,13 @@ def task(rng: random.Random, mode: str) -> dict[str, Any]:
     return {**row, "references": texts, "planted": flawed}
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     rows = draw_distinct(
         TRAIN + VALIDATION, lambda count: task(rng, ("rubric", "pairwise", "ranking")[count % 3]), prompt_of
     )
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

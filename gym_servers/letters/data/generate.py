@@ -1,6 +1,6 @@
 """Tasks of four random letters, which do not matter, and a tokenizer whose tokens are letters; always the same bytes.
 
-python data/letters/generate.py        # rewrites train.jsonl, validation.jsonl, example.jsonl and tokenizer/ beside this script
+python data/letters/generate.py [FOLDER]  # train, validation, example.jsonl and tokenizer/; default: here
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -55,12 +55,12 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     rows = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng), prompt_of)
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
-    write_tokenizer(HERE / "tokenizer")
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
+    write_tokenizer(folder / "tokenizer")
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,13 +1,13 @@
 """Questions about documents that the server makes from a seed: any length at the same size of row. Seeded.
 
-python data/long_context/generate.py              # rewrites train.jsonl, validation.jsonl and example.jsonl beside this
+python data/long_context/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 python data/long_context/generate.py --inline 200 64 out.jsonl    # 200 rows, 64 pages (9,000 words) each, in the prompt
 """
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,19 @@ def inline(count: int, pages: int, file: Path) -> None:
     write_whole(file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     rows = [task(rng, KINDS[i % len(KINDS)], rng.randint(2, 12), inline=False) for i in range(TRAIN + VALIDATION)]
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    if "--inline" in sys.argv:
-        count, pages, file = sys.argv[sys.argv.index("--inline") + 1 :]
-        inline(int(count), int(pages), Path(file))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=HERE)
+    parser.add_argument("--inline", nargs=3, metavar=("ROWS", "PAGES", "FILE"))
+    given = parser.parse_args()
+    if given.inline is None:
+        main(given.folder)
     else:
-        main()
+        rows, pages, file = given.inline
+        inline(int(rows), int(pages), Path(file))

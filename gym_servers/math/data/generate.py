@@ -1,6 +1,6 @@
 r"""Problems whose answers are known because the problems are built from them. The same seed gives the same bytes.
 
-python data/math/generate.py           # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/math/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -100,11 +100,11 @@ def task(problem: Problem) -> dict[str, Any]:
     )
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     problems = draw_distinct(TRAIN + VALIDATION, lambda _: rng.choice(KINDS)(rng), lambda problem: problem.question)
-    write_splits(HERE, [task(problem) for problem in problems], VALIDATION, EXAMPLES)
+    write_splits(folder, [task(problem) for problem in problems], VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,19 +1,18 @@
 """Shopping with the tools of gym_servers/mcp/example_server.py: only they know the prices, so an answer needs them.
 
-python data/mcp/generate.py [FOLDER]   # writes train, validation, example and gold.jsonl, beside this script by default
+python data/mcp/generate.py [FOLDER]  # train, validation, example and gold.jsonl; default: here
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from ngym.config.import_path import load_file
-from ngym.files.task_rows import assistant_message, draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import assistant_message, draw_distinct, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SHOP = HERE.parent / "example_server.py"
@@ -82,4 +81,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 r"""Multiple-choice questions with computed answers: units, calendars, orderings. The same seed gives the same bytes.
 
-python data/mcqa/generate.py           # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/mcqa/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -106,12 +106,12 @@ def task(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     # no question twice, however its options are ordered
     rows = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng), lambda row: prompt_of(row).split("\n")[2])
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 """Questions over small made-up worlds of towns and people; no name of validation is in training. Seeded.
 
-python data/qa_short/generate.py       # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/qa_short/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import task_row, write_splits
+from ngym.files.task_rows import output_folder, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -143,11 +143,11 @@ def task(rng: random.Random, names: Names) -> dict[str, Any]:
     )
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     names = Names(rng)
-    write_splits(HERE, [task(rng, names) for _ in range(TRAIN + VALIDATION)], VALIDATION, EXAMPLES)
+    write_splits(folder, [task(rng, names) for _ in range(TRAIN + VALIDATION)], VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 """Requests to refuse, harmless look-alikes, and jobs whose files hold an attacker's instructions. Seeded.
 
-python data/safety/generate.py         # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/safety/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ngym.files.jsonl import write_rows
-from ngym.files.task_rows import prompt_of, task_row
+from ngym.files.task_rows import output_folder, prompt_of, task_row
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -238,7 +238,7 @@ def injection(rng: random.Random, attack: Attack, index: int) -> dict[str, Any]:
     return {**base("injection", text), **row, "message": {"to": friend, "contains": sheet.facts}}
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     makers = {"refuse": refusals, "answer": harmless, "injection": injections}
     train: list[dict[str, Any]] = []
@@ -251,8 +251,8 @@ def main() -> None:
         train += [row for text, row in unseen.items() if text not in held_out][:more]
     rng.shuffle(train)
     rng.shuffle(validation)
-    write_rows(HERE, {"train": train, "validation": validation, "example": validation[:EXAMPLES]})
+    write_rows(folder, {"train": train, "validation": validation, "example": validation[:EXAMPLES]})
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 """Questions about small databases, each with its query and with two more databases on which the query must hold.
 
-python data/sql/generate.py            # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/sql/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 
 A row is kept if its query gives something on each database, and something else on each: no list of values passes.
 """
@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, function_tool, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, function_tool, output_folder, prompt_of, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -151,11 +151,11 @@ def rows(script: str, sql: str) -> list[tuple[Any, ...]]:
         return [row for row in connection.execute(sql) if row not in ((None,), (0,))]
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     made = draw_distinct(TRAIN + VALIDATION, lambda _: task(rng, rng.choice(THEMES), rng.choice), prompt_of)
-    write_splits(HERE, made, VALIDATION, EXAMPLES)
+    write_splits(folder, made, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 """A text, a schema, a format: records whose values are given in prose. The document is generated first, so the gold answer is right.
 
-python data/structured_outputs/generate.py    # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/structured_outputs/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from ngym.files.task_rows import draw_distinct, prompt_of, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -211,11 +211,11 @@ WRITERS: dict[str, Callable[[Any, str], str]] = {
 }
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     rows = draw_distinct(TRAIN + VALIDATION, lambda count: task(rng, FORMATS[count % len(FORMATS)]), prompt_of)
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

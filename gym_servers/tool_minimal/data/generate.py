@@ -1,16 +1,15 @@
 """Questions about a shop whose least number of calls is known; each question has a world of its own.
 
-python data/tool_minimal/generate.py [FOLDER]   # writes train, validation, example and gold.jsonl, beside this script by default
+python data/tool_minimal/generate.py [FOLDER]  # train, validation, example and gold.jsonl; default: here
 """
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -167,4 +166,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 """English sentences with their German and Spanish, from one small grammar: gender, case and verb forms are right. Seeded.
 
-python data/translation/generate.py    # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/translation/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, task_row, write_splits
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -165,13 +165,13 @@ def row(made: Clause, code: str) -> dict[str, Any]:
     return task_row("translation_agent", {"input": prompt}, source=made.en, references=references)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     rows = draw_distinct(
         TRAIN + VALIDATION, lambda _: row(sentence(rng), rng.choice(list(LANGUAGES))), lambda task: task["source"]
     )
-    write_splits(HERE, rows, VALIDATION, EXAMPLES)
+    write_splits(folder, rows, VALIDATION, EXAMPLES)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

@@ -1,6 +1,6 @@
 """Questions about the weather of a city; no city of validation is in training. The same seed gives the same bytes.
 
-python data/weather/generate.py        # rewrites train.jsonl, validation.jsonl and example.jsonl beside this script
+python data/weather/generate.py [FOLDER]  # train, validation and example.jsonl; default: here
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ngym.files.jsonl import write_rows
-from ngym.files.task_rows import function_tool, task_row
+from ngym.files.task_rows import function_tool, output_folder, task_row
 
 HERE = Path(__file__).resolve().parent
 SEED = 2026
@@ -40,7 +40,7 @@ def task(city: str, words: str) -> dict[str, Any]:
     return task_row("weather_agent", params, expected_city=city)
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     rng = random.Random(SEED)
     cities = rng.sample(CITIES, len(CITIES))
     held_out = -(-VALIDATION // len(PHRASINGS))
@@ -49,8 +49,8 @@ def main() -> None:
     rng.shuffle(validation)
     rng.shuffle(train)
     files = {"train": train[:TRAIN], "validation": validation[:VALIDATION], "example": validation[:EXAMPLES]}
-    write_rows(HERE, files)
+    write_rows(folder, files)
 
 
 if __name__ == "__main__":
-    main()
+    main(output_folder(__doc__, HERE))

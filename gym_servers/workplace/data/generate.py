@@ -1,19 +1,18 @@
 """Jobs in an office, each in an office of its own; the gold is the list of changes that the job asks for.
 
-python data/workplace/generate.py [FOLDER]     # writes train, validation, example and gold.jsonl, beside this script by default
+python data/workplace/generate.py [FOLDER]  # train, validation, example and gold.jsonl; default: here
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Callable
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngym.files.task_rows import draw_distinct, prompt_of, task_row, write_splits
+from ngym.files.task_rows import draw_distinct, output_folder, prompt_of, task_row, write_splits
 from ngym.services.base.app import load
 
 HERE = Path(__file__).resolve().parent
@@ -265,4 +264,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(output_folder(__doc__, HERE))

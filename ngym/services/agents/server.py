@@ -415,6 +415,12 @@ async def _seed(rollout: RolloutContext, row: bytes) -> Json:
             f"{gym} answered /seed_session with tools that are not a list of objects, each with its name",
             failure="config",
         )
+    if seeded.get("only_by_steps"):
+        raise ServiceError(
+            f"{rollout.options.gym} is played turn by turn (/reset, /step): give this agent `app: agents/gymnasium`, or an "
+            "app whose `respond` plays so and which is agent(seeds=False)",
+            failure="config",
+        )
     return seeded
 
 

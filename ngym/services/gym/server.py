@@ -290,6 +290,7 @@ def gym_server(
     if stateless and app.state.verifier.session:
         raise SignatureError("gym_server(stateless=True): `verify` takes the Session; leave stateless out")
     app.state.stateless = not app.state.verifier.session if stateless is None else stateless
+    app.state.only_by_steps = False
     app.state.tools = []
     app.state.callable = {}
     app.router.routes.append(Route("/mcp", over_mcp))
@@ -301,6 +302,7 @@ def gym_server(
         await set_task(store, session, row, request)
         answer: Json = {"tools": app.state.tools} if app.state.tools else {}
         answer |= {"stateless": True} if app.state.stateless else {}
+        answer |= {"only_by_steps": True} if app.state.only_by_steps else {}
         missing = missing_tools(app, row)
         answer |= {"missing_tools": missing} if missing else {}
         return JsonResponse(answer | over_mcp.seed_answer(app, session))
@@ -405,6 +407,7 @@ _SEEDED: Json = {
     "tools": _OBJECTS,
     "mcp": OBJECT,
     "stateless": _BOOLEAN,
+    "only_by_steps": _BOOLEAN,
     "missing_tools": {"type": "array", "items": {"type": "string"}},
 }
 

@@ -112,6 +112,7 @@ def step_server(
         stateless=False,  # the state of the steps
         reward_range=reward_range,
     )
+    app.state.only_by_steps = verify is None
 
     async def reset_route(request: Request) -> Response:
         row = await json_body(request)

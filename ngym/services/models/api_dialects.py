@@ -65,7 +65,7 @@ def whole_answer(answer: Any, native: Native, request: Json, model: str) -> Json
     problem = (_response_problem if native == "responses" else _completion_problem)(answer)
     if problem is not None:
         raise ServiceError(f"the model's answer {problem}: {shorten(repr(answer), SHOWN_CHARS)}", failure="model_error")
-    whole: Json = answer
+    whole: Json = {**answer, "output": _with_parts(answer["output"])} if native == "responses" else answer
     missing = [name for name in WHOLE_FIELDS[native] if whole.get(name) is None]
     if not missing:
         return whole
@@ -96,7 +96,7 @@ def checked_event(event: Any, native: Native, request: Json, model: str) -> Json
 
 
 def _response_problem(answer: Any) -> str | None:
-    """What is wrong with a Response; None if it can be used. A text as content becomes its one part."""
+    """What is wrong with a Response; None if it can be used."""
     items = answer.get("output") if isinstance(answer, dict) else None
     if not isinstance(items, list):
         return "is not a Response with `output`, a list of items"
@@ -104,8 +104,7 @@ def _response_problem(answer: Any) -> str | None:
         match item:
             case {"type": "message", "content": [*parts]} if all(isinstance(part, dict) for part in parts):
                 continue
-            case {"type": "message", "content": str(text)}:
-                item["content"] = [output_text(text)]
+            case {"type": "message", "content": str()}:
                 continue
             case {"type": "message"}:
                 return f"has a message whose content is neither a text nor a list of parts, output[{index}]"
@@ -117,6 +116,16 @@ def _response_problem(answer: Any) -> str | None:
                 continue
         return f"has an item without a type, output[{index}]"
     return _field_problem(answer)
+
+
+def _with_parts(items: list[Json]) -> list[Json]:
+    """Items of a Response; a text as a message's content becomes its one part."""
+    return [
+        {**item, "content": [output_text(item["content"])]}
+        if item["type"] == "message" and isinstance(item["content"], str)
+        else item
+        for item in items
+    ]
 
 
 def _completion_problem(answer: Any) -> str | None:

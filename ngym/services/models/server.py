@@ -121,9 +121,9 @@ def model_server(
 
     Args:
         respond: `async (request, call)` -> a Response, or with `api="chat"` a Chat Completion; fields other than
-            `output` or `choices` are added where they are missing. `request` is a checked
-            request without nulls, without `stream` and without the token fields that a client sent back; those are in
-            `call.seen`. A ServiceError becomes the answer. It is cancelled when the client hangs up.
+            `output` or `choices` are added where they are missing. `request` is a checked request without nulls, without
+            `stream` and without the token fields that a client sent back; those are in `call.seen`. A ServiceError
+            becomes the answer. It is cancelled when the client hangs up.
         stream: `async generator (request, call)` of Responses events (they need no numbers; the last one is
             response.completed, incomplete or failed), or of chat chunks (token data next to the delta of the chunk with
             the finish_reason, usage with it or after it). Without it a stream is built from the finished answer.
