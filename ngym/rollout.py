@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from ngym.net.json_limits import LONG_NUMBER
+from ngym.routed_experts import ExpertRows
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json, Segment
 
 Turn = tuple[int, ...]
@@ -38,7 +39,7 @@ _NUMBER = (int, float)
 class ModelCall(NamedTuple):
     """One call's tokens: prompt ids [P], sampled ids [G], the sampler's logprobs [G], version spans over the sampled ids.
 
-    images: digests of the prompt's images, in order.
+    images: digests of the prompt's images, in order. experts: to which the engine sent the first of all these tokens.
     """
 
     prompt_token_ids: list[int]
@@ -46,6 +47,7 @@ class ModelCall(NamedTuple):
     generation_log_probs: list[float]
     versions: list[list[int]]
     images: Sequence[str] = ()
+    experts: ExpertRows | None = None
 
 
 def image_digest(url: str) -> str:
@@ -62,7 +64,8 @@ def tokens_of(response: Json) -> ModelCall | None:
     """The token data of a model's response (on its last output item), or None when it carries none.
 
     Raises:
-        ValueError: some but not all of the three fields, lengths that disagree, or values that are not ids and logprobs.
+        ValueError: some but not all of the three fields, lengths that disagree, or values that are not ids, logprobs and
+            experts.
     """
     output = response.get("output") or []
     item: Json = output[-1] if output else {}
@@ -79,7 +82,9 @@ def tokens_of(response: Json) -> ModelCall | None:
     _check_tokens(prompt, generated, logprobs)
     record = response.get("ng") or {}
     versions = record.get("policy_version") or [[0, len(generated), 0]]
-    return ModelCall(prompt, generated, logprobs, versions, record.get("images") or [])
+    routed = record.get(ROUTED_EXPERTS)
+    experts = None if routed is None else ExpertRows.read(routed, len(prompt) + len(generated))
+    return ModelCall(prompt, generated, logprobs, versions, record.get("images") or [], experts)
 
 
 def _check_tokens(prompt: list[int], generated: list[int], logprobs: list[float]) -> None:
@@ -107,6 +112,8 @@ def extend(segments: list[Segment], call: ModelCall) -> None:
         context = prompt
     if call.images:
         segment["images"] = list(call.images)
+    if call.experts is not None:
+        add_experts(segment, call.experts)
     ids = segment["token_ids"]
     ids += context
     start = len(ids)
@@ -116,6 +123,16 @@ def extend(segments: list[Segment], call: ModelCall) -> None:
     segment["mask"].append([start, len(ids)])
     segment["logprobs"] += call.generation_log_probs
     segment["policy_version"] += [[start + first, start + last, version] for first, last, version in call.versions]
+
+
+def add_experts(segment: Segment, experts: ExpertRows) -> None:
+    """Add those of a call that continues the segment."""
+    known = segment.get(ROUTED_EXPERTS)
+    if known is not None:
+        rows = ExpertRows.read(known, len(segment["token_ids"]))
+        rows.add(experts)
+        experts = rows
+    segment["routed_experts"] = experts.record()
 
 
 def without_tokens(items: list[Any]) -> list[Any]:

@@ -50,6 +50,18 @@ MINIMAL = "return=minimal"
 TOKEN_FORMAT_HEADER = "x-ng-token-format"  # to an agent's /run; "ng": segments only, else NeMo Gym's fields stay too
 
 
+class RoutedExperts(TypedDict):
+    """The experts that the engine chose for the first R tokens of a context (`ngym.routed_experts`).
+
+    shape: [R, L, K], L layers of the decoder and K experts of a token in each. dtype: uint8 or uint16 (little-endian).
+    data: the numbers of the experts as base64.
+    """
+
+    shape: list[int]
+    dtype: str
+    data: str
+
+
 class Segment(TypedDict):
     """The token ids of one unbroken context, and which of them the policy sampled.
 
@@ -58,6 +70,7 @@ class Segment(TypedDict):
     logprobs: [number of masked tokens] the sampler's own, in order.
     policy_version: spans [start, end, version] over token_ids.
     images: `image_digest` of those whose placeholders are in token_ids, in order; absent without images.
+    routed_experts: of the first tokens, if the model server records them.
     """
 
     token_ids: list[int]
@@ -65,6 +78,7 @@ class Segment(TypedDict):
     logprobs: list[float]
     policy_version: list[list[int]]
     images: NotRequired[list[str]]
+    routed_experts: NotRequired[RoutedExperts]
 
 
 Failure = TypedDict(

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ngym.rollout import ModelCall, extend, tokens_of, versions_in, with_latest_tokens, without_tokens
+from ngym.routed_experts import ExpertRows
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 
@@ -49,6 +50,37 @@ def test_a_call_with_another_image_in_place_of_an_earlier_one_starts_a_new_segme
         (2, ["red", "blue"]),
         (1, ["green", "blue"]),
     ]
+
+
+def experts(*rows: int) -> ExpertRows:
+    """Of one layer and one expert for each token."""
+    return ExpertRows(1, 1, "uint8", bytearray(rows))
+
+
+def test_each_token_keeps_the_experts_that_it_was_sampled_with():
+    segments = []
+    extend(segments, call([1, 2], [3])._replace(experts=experts(8, 9)))
+    extend(segments, call([1, 2, 3, 4], [5])._replace(experts=experts(7, 7, 7, 6)))
+    assert ExpertRows.read(segments[0]["routed_experts"], 5) == experts(8, 9, 7, 6)
+    extend(segments, call([1, 9], [3])._replace(experts=experts(5)))
+    assert ExpertRows.read(segments[1]["routed_experts"], 3) == experts(5)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [[1]],
+        {"shape": [2, 1, 1], "dtype": "uint8"},
+        {"shape": [4, 1, 1], "dtype": "uint8", "data": "AAAAAA=="},
+        {"shape": [2, 1, 1], "dtype": "uint8", "data": "AAAA"},
+        {"shape": [2, 1, 1], "dtype": "uint8", "data": "A?=="},
+        {"shape": [2, 0, 1], "dtype": "uint8", "data": ""},
+        {"shape": [2, 1, 1], "dtype": "float64", "data": "AAA="},
+    ],
+)
+def test_wrong_experts_are_refused(record):
+    with pytest.raises(ValueError, match="routed_experts"):
+        ExpertRows.read(record, 3)
 
 
 @given(ids, st.lists(st.tuples(ids, ids), max_size=5))

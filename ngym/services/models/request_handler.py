@@ -31,7 +31,7 @@ from ngym.net import request_context
 from ngym.net.json_limits import LOOP_BYTES, by_size, trim
 from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import tokens_of, without_tokens
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json
 from ngym.services.base.app import JsonResponse, context_of
 from ngym.services.base.middleware import Admission, EventStream, Handler, whole_stream
 from ngym.services.base.options import ServiceContext
@@ -510,6 +510,8 @@ class RequestHandler:
             usage = answer.get("usage")
             native_usage = usage if self._back_end.native == "responses" else usage_from_chat(usage)
             self._captures.keep(active.question, answer, tokens, native_usage)
+            if tokens.experts is not None:  # the segments have them, and they are larger than the answer
+                answer["ng"] = {name: value for name, value in answer["ng"].items() if name != ROUTED_EXPERTS}
 
 
 def rollout_of(request: Request) -> str | None:

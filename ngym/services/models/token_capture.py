@@ -31,6 +31,7 @@ from ngym.errors import BadRequest
 from ngym.net.json_limits import is_deep
 from ngym.rollout import ModelCall as CallTokens
 from ngym.rollout import add_usage, continues
+from ngym.routed_experts import ExpertRows
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, FinishReason, Json
 from ngym.schema import Segment as SegmentJson
 
@@ -217,11 +218,14 @@ def _arguments(arguments: str) -> Any:
 
 @dataclass(slots=True)
 class _Segment:
-    """One unbroken context: ids [T], the sampler's logprobs of the masked ones, its images, and its calls in order."""
+    """One unbroken context: ids [T], the sampler's logprobs of the masked ones, its images and experts, and its calls in
+    order.
+    """
 
     ids: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     images: list[str] = field(default_factory=list)
+    experts: ExpertRows | None = None
     calls: list[_Call] = field(default_factory=list)
 
     def json(self) -> SegmentJson:
@@ -238,7 +242,13 @@ class _Segment:
         )
         if self.images:
             segment["images"] = self.images
+        if self.experts is not None:
+            segment["routed_experts"] = self.experts.record()
         return segment
+
+    def size(self) -> int:
+        """Of what is kept, in units of a token id."""
+        return len(self.ids) + (0 if self.experts is None else len(self.experts.raw) // self.ids.itemsize)
 
 
 @dataclass(slots=True, eq=False)
@@ -271,7 +281,7 @@ class _Rollout:
     used_at: float = 0.0
 
     def tokens(self) -> int:
-        return sum(len(segment.ids) for segment in self.segments())
+        return sum(segment.size() for segment in self.segments())
 
     def segments(self) -> list[_Segment]:
         """The segments with tokens, in the order in which they began."""
@@ -432,6 +442,11 @@ def _place_call(question: PendingCall, tokens: CallTokens, usage: Json | None, a
         if continues(earlier.segment.ids, earlier.segment.images, prompt, tokens.images):
             segment = earlier.segment
     segment.images = list(tokens.images)
+    if tokens.experts is not None:
+        if segment.experts is None:
+            segment.experts = tokens.experts
+        else:
+            segment.experts.add(tokens.experts)
     before = len(segment.ids)
     segment.ids += prompt[before:]
     start = len(segment.ids)
@@ -463,6 +478,8 @@ def _retract(rollout: _Rollout, digest: bytes) -> None:
     rollout.calls.remove(call)
     segment.calls.remove(call)
     del segment.ids[call.before :]
+    if segment.experts is not None:
+        segment.experts.cut(call.before)
     del segment.logprobs[len(segment.logprobs) - (call.end - call.start) :]
     if rollout.by_answer.get(call.answer_digest) is call:
         del rollout.by_answer[call.answer_digest]
