@@ -75,6 +75,11 @@ class ExpertRows:
             raise ValueError("the routed_experts of two calls of a context have different shapes")
         self.raw += later.raw[len(self.raw) :]
 
+    def between(self, start: int, end: int) -> ExpertRows:
+        """The rows of these tokens."""
+        size = self.row_bytes
+        return ExpertRows(self.layers, self.chosen, self.dtype, self.raw[start * size : end * size])
+
     def cut(self, tokens: int) -> None:
         """Keep the rows of the first tokens only."""
         del self.raw[tokens * self.row_bytes :]

@@ -33,6 +33,7 @@ from .loop import FileSource, LiveSource, Parts, make_room, temperature, train
 from .model.images import has_vision
 from .model.lora import write_base
 from .model.policy import CriticNetwork, TrainedNetwork, load_policy, load_reward_model, load_tokenizer, unused_dropout
+from .model.routing_replay import replay_routing
 from .recipe.algorithms import PolicyGradientOptions, RewardModelOptions
 from .recipe.recipe import Launch, ModelOptions, Recipe
 from .recipe.recipe_reader import high_learning_rate
@@ -156,6 +157,8 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
     if not isinstance(policy.images, str) and (reason := _images_problem(recipe)):
         policy.images = reason
     _check_vision(recipe, policy)
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.routing_replay:
+        policy.routers = replay_routing(policy.network)
     if policy.unused_vision:
         names = ", ".join(policy.unused_vision)
         job.say(f"model.train_vision: no image depends on these weights, which stay as they are: {names}")

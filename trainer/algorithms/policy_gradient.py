@@ -23,6 +23,7 @@ from ngym.errors import UsageError
 from ..data.images import TEXT_ONLY, Images
 from ..data.samples import (
     RolloutSample,
+    Routers,
     Sample,
     SampledSegment,
     group_by_task,
@@ -44,6 +45,7 @@ from ..losses.value_loss import Values, value_loss
 from ..model.attention import on_device
 from ..model.chunked_logprobs import RequestedScores, Scores
 from ..model.policy import load_policy
+from ..model.routing_replay import replay_routing
 from ..model.teacher_divergence import TeacherDivergence
 from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.objective import Teacher
@@ -153,7 +155,7 @@ def create(setup: Setup) -> PolicyGradient:
     if teacher is not None and not isinstance(policy.images, str):
         policy.images = teacher.images_problem(policy.images) or policy.images
     updates = 1 if recipe.live and recipe.live.updates_per_step == 1 else None
-    return PolicyGradient(options, updates, reference, teacher, policy.images)
+    return PolicyGradient(options, updates, reference, teacher, policy.images, policy.routers)
 
 
 def initial_policy(setup: Setup, temperature: float) -> Callable[[MicroBatch], Tensor]:
@@ -163,6 +165,8 @@ def initial_policy(setup: Setup, temperature: float) -> Callable[[MicroBatch], T
         return engine.base_logprobs
     frozen = recipe.model.model_copy(update={"train_vision": False})
     first = load_policy(frozen, tokenizer, recipe.seed, temperature).to(engine.device)
+    if engine.policy.routers is not None:
+        replay_routing(first.network)
     return first.eval().requires_grad_(False).logprobs
 
 
@@ -182,6 +186,7 @@ class PolicyGradient:
         reference: logprobs [N] of a micro-batch under the reference policy of the KL; needed only with kl.coef above 0.
         teacher: if the options have one.
         images: how the policy reads images, or the reason why it does not.
+        routers: of the policy, if it replays the routing of rollouts.
     """
 
     def __init__(
@@ -191,9 +196,11 @@ class PolicyGradient:
         reference: Callable[[MicroBatch], Tensor] | None,
         teacher: Teachers | None = None,
         images: Images = TEXT_ONLY,
+        routers: Routers | None = None,
     ) -> None:
         self._options = options
         self._images = images
+        self._routers = routers
         self._objective = options.objective
         self._updates = updates
         self._reference = reference
@@ -212,7 +219,7 @@ class PolicyGradient:
     def samples(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """Rollouts with sampled tokens; failed and unscored ones are left out."""
         options = self._options
-        return trainable_rollouts(path, options.temperature, options.task_fields, self._images)
+        return trainable_rollouts(path, options.temperature, options.task_fields, self._images, self._routers)
 
     def prepare(self, samples: Sequence[Sample], engine: Engine, budget: int) -> list[Sample]:
         """The rollouts that have a learning signal and fit their teachers' contexts, with their advantages.

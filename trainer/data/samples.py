@@ -16,12 +16,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ngym.convert import extra_body
 from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
-from ngym.schema import Json, RolloutCopies, agent_name, is_failed_attempt, row_problem
+from ngym.routed_experts import ExpertRows
+from ngym.schema import ROUTED_EXPERTS, Json, RolloutCopies, agent_name, is_failed_attempt, row_problem
 from ngym.stats import all_equal
 
 from .images import TEXT_ONLY, Images, PlacedImage, images_of, media_problem, place_images
@@ -47,17 +50,26 @@ NO_MODEL_CALL = (
 )
 
 
+class Routers(NamedTuple):
+    """The routers of a mixture of experts: `layers` of the decoder, each with `chosen` of `experts` for a token."""
+
+    layers: int
+    chosen: int
+    experts: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One unbroken context.
 
     token_ids: [T]. spans: [start, end) of the trained tokens; start >= 1, because the first token has no prediction.
-    images: in the order of their placeholders.
+    images: in the order of their placeholders. experts: of its first tokens, if its routing is replayed.
     """
 
     token_ids: list[int]
     spans: list[tuple[int, int]]
     images: tuple[PlacedImage, ...] = ()
+    experts: ExpertRows | None = None
 
     @property
     def prefix_ids(self) -> list[int]:
@@ -160,12 +172,16 @@ class ReadRollouts:
 
 
 def read_rollouts(
-    path: Path, temperature: float, fields: frozenset[str] = frozenset(), images: Images = TEXT_ONLY
+    path: Path,
+    temperature: float,
+    fields: frozenset[str] = frozenset(),
+    images: Images = TEXT_ONLY,
+    routers: Routers | None = None,
 ) -> ReadRollouts:
     """The rollouts of a JSONL file.
 
     fields: of their tasks, that samples keep; `a.b` is a member of a field. images: how the model reads images, or the
-    reason why it does not.
+    reason why it does not. routers: of the model, if it replays the routing of rollouts.
 
     Raises:
         UsageError: rows that are not rollouts, have another temperature, or occur twice; each is named.
@@ -173,10 +189,10 @@ def read_rollouts(
     result, copies = ReadRollouts(fields=fields), RolloutCopies()
 
     def wrong(row: Json) -> str | None:
-        return problem(row, temperature, fields, images) or copies.problem(row)
+        return problem(row, temperature, fields, images, routers) or copies.problem(row)
 
     for line in jsonl.check_lines(path, wrong):
-        add_row(line.row, result, images)
+        add_row(line.row, result, images, routers)
     return result
 
 
@@ -191,14 +207,18 @@ def check_model_calls(rollouts: Sequence[RolloutSample]) -> None:
 
 
 def trainable_rollouts(
-    path: Path, temperature: float, fields: frozenset[str], images: Images = TEXT_ONLY
+    path: Path,
+    temperature: float,
+    fields: frozenset[str],
+    images: Images = TEXT_ONLY,
+    routers: Routers | None = None,
 ) -> list[Sample]:
     """The rollouts of a file with a reward and sampled tokens; see `read_rollouts`.
 
     Raises:
         UsageError: as `read_rollouts`, or none of the rollouts can be trained on.
     """
-    result = read_rollouts(path, temperature, fields, images)
+    result = read_rollouts(path, temperature, fields, images, routers)
     samples: list[Sample] = [rollout for rollout in result.rollouts if rollout.trained]
     if not samples and (result.rollouts or result.failed or result.unscored):
         uncalled = sum(rollout.turns == 0 for rollout in result.rollouts)
@@ -210,7 +230,7 @@ def trainable_rollouts(
     return samples
 
 
-def add_row(row: Json, result: ReadRollouts, images: Images = TEXT_ONLY) -> None:
+def add_row(row: Json, result: ReadRollouts, images: Images = TEXT_ONLY, routers: Routers | None = None) -> None:
     """Add a row without problems to the result."""
     if is_failed_attempt(row):
         result.failed += 1
@@ -221,11 +241,15 @@ def add_row(row: Json, result: ReadRollouts, images: Images = TEXT_ONLY) -> None
     elif row["reward"] is None:
         result.unscored += 1
     else:
-        result.rollouts.append(_rollout(row, result.fields, images))
+        result.rollouts.append(_rollout(row, result.fields, images, routers))
 
 
 def problem(
-    row: Json, temperature: float, fields: frozenset[str] = frozenset(), images: Images = TEXT_ONLY
+    row: Json,
+    temperature: float,
+    fields: frozenset[str] = frozenset(),
+    images: Images = TEXT_ONLY,
+    routers: Routers | None = None,
 ) -> str | None:
     """The reason why a row that should be usable is not; None if it is usable or may be left out."""
     if is_failed_attempt(row):
@@ -243,6 +267,7 @@ def problem(
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
     return (
         next(filter(None, map(_segment_problem, segments)), None)
+        or (routers and next(filter(None, (_experts_problem(segment, routers) for segment in segments)), None))
         or _images_problem(row, segments, images)
         or missing_field(row, fields)
     )
@@ -343,10 +368,36 @@ def _segment_problem(segment: Any) -> str | None:
     return None
 
 
-def _rollout(row: Json, fields: frozenset[str], images: Images) -> RolloutSample:
+def _experts_problem(segment: Json, routers: Routers) -> str | None:
+    """The reason why the routing of a segment cannot be replayed."""
+    if not segment["mask"]:
+        return None
+    if ROUTED_EXPERTS not in segment:
+        return (
+            "a segment has no routed_experts, which algorithm.routing_replay needs: let the model server record them "
+            "(models/vllm: engine.enable_return_routed_experts, models/transformers: routed_experts)"
+        )
+    try:
+        rows = ExpertRows.read(segment[ROUTED_EXPERTS], len(segment["token_ids"]))
+    except ValueError as error:
+        return f"a segment's {error}"
+    if (rows.layers, rows.chosen) != (routers.layers, routers.chosen):
+        return (
+            f"a segment has {rows.chosen} experts of each of {rows.layers} layers, and the policy has {routers.chosen} of "
+            f"{routers.layers}: another model sampled it"
+        )
+    needed = segment["mask"][-1][1] - 1  # the last token is predicted, and computes nothing
+    if rows.rows < needed:
+        return f"a segment has routed_experts of {rows.rows:,} tokens, and {needed:,} are needed"
+    if (largest := int(np.frombuffer(rows.raw, rows.dtype).max(initial=0))) >= routers.experts:
+        return f"a segment has the expert {largest}, and the policy has {routers.experts}"
+    return None
+
+
+def _rollout(row: Json, fields: frozenset[str], images: Images, routers: Routers | None) -> RolloutSample:
     trace = row["ng"]
     segments = tuple(
-        _sampled_segment(segment, placed, images)
+        _sampled_segment(segment, placed, images, routers)
         for segment, placed in zip(trace.get("segments") or (), _segment_images(row, images), strict=True)
         if segment["mask"]
     )
@@ -365,7 +416,9 @@ def _rollout(row: Json, fields: frozenset[str], images: Images) -> RolloutSample
     )
 
 
-def _sampled_segment(segment: Json, placed: tuple[PlacedImage, ...], images: Images) -> SampledSegment:
+def _sampled_segment(
+    segment: Json, placed: tuple[PlacedImage, ...], images: Images, routers: Routers | None
+) -> SampledSegment:
     """A segment of a row. It ends with a placeholder that the policy sampled: the network would read the next ids with
     an image there.
     """
@@ -377,7 +430,8 @@ def _sampled_segment(segment: Json, placed: tuple[PlacedImage, ...], images: Ima
             spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
             logprobs = logprobs[: sum(end - start for start, end in spans)]
             placed = tuple(image for image in placed if image.places[-1] < last)
-    return SampledSegment(ids, spans, placed, sampler=logprobs)
+    experts = None if routers is None else ExpertRows.read(segment[ROUTED_EXPERTS], len(segment["token_ids"]))
+    return SampledSegment(ids, spans, placed, experts, sampler=logprobs)
 
 
 def with_values(

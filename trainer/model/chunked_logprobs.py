@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from . import teacher_divergence
 from .packing import MicroBatch
+from .routing_replay import KEYWORD
 from .sequence_parallel import SequenceParallelGroup
 
 # With less, chunks have so few rows that adding up the head's gradient costs more than computing it.
@@ -56,6 +57,9 @@ def states(
         places_N = places_N[group.local_indices(packed.trained_N, len(token_ids_T))] - group.first(len(token_ids_T))
         token_ids_T, positions_T = group.shard(token_ids_T), group.shard(positions_T)
     inputs = inputs or {"input_ids": token_ids_T.unsqueeze(0), "position_ids": positions_T.unsqueeze(0)}
+    if packed.experts_TLK is not None:
+        experts_TLK = packed.experts_TLK if group is None else group.shard(packed.experts_TLK)
+        inputs = {**inputs, KEYWORD: experts_TLK}
     hidden_TH: Tensor = decoder(**inputs, use_cache=False, layout=packed.layout, group=group).last_hidden_state[0]
     return hidden_TH[places_N]
 

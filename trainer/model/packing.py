@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ngym.routed_experts import ExpertRows
 
 from ..data.samples import Sample, Segment
 from .attention import Layout, on_device
@@ -35,7 +38,8 @@ class MicroBatch:
 
     samples: as given. segments: theirs, in the order of the tensors. token_ids_T, positions_T: int64.
     trained_N: int64 indices into T. images: files in the order of their placeholders in token_ids_T, those in a common
-    prefix once. image_rows: the rows of these placeholders. sample_S: index into `samples` of each segment; sample_N: of each trained token.
+    prefix once. image_rows: the rows of these placeholders. sample_S: index into `samples` of each segment; sample_N: of
+    each trained token. experts_TLK: int16, to replay, -1 where they are not known; None: of no segment.
     """
 
     samples: tuple[Sample, ...]
@@ -48,6 +52,7 @@ class MicroBatch:
     layout: Layout
     images: tuple[bytes, ...] = ()
     image_rows: tuple[int, ...] = ()
+    experts_TLK: Tensor | None = None
 
 
 def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sample]]:
@@ -118,6 +123,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     trained: list[int] = []
     images: list[bytes] = []
     image_rows: list[int] = []
+    experts: list[tuple[int, ExpertRows]] = []
     for index, segment in enumerate(segments):
         length, first = len(segment.token_ids), len(token_ids)
         shared = _common_length(segments[index - 1].prefix_ids, segment) if index else 0
@@ -129,6 +135,8 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
             if image.places[0] >= shared:
                 images.append(image.content)
                 image_rows += (first + place - shared for place in image.places)
+        if segment.experts is not None:
+            experts.append((first, segment.experts.between(shared, length)))
         new_rows = torch.arange(first, first + length - shared)
         rows.append(torch.cat((rows[-1][:shared], new_rows)) if shared else new_rows)
     sample_S = torch.tensor([owner for _, owner in owned_segments])
@@ -143,7 +151,17 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         layout=Layout.of(rows, device),
         images=tuple(images),
         image_rows=tuple(image_rows),
+        experts_TLK=_known_experts(experts, len(token_ids), device) if experts else None,
     )
+
+
+def _known_experts(experts: Sequence[tuple[int, ExpertRows]], tokens: int, device: torch.device) -> Tensor:
+    """[T, L, K] of a micro-batch, -1 for the other tokens. experts: those from a row on."""
+    known_TLK = torch.full((tokens, experts[0][1].layers, experts[0][1].chosen), -1, dtype=torch.int16)
+    for first, rows in experts:
+        of_rows = np.frombuffer(rows.raw, rows.dtype).astype(np.int16).reshape(-1, rows.layers, rows.chosen)
+        known_TLK[first : first + len(of_rows)] = torch.from_numpy(of_rows)
+    return on_device(known_TLK, device)
 
 
 def _common_length(before: list[int], segment: Segment) -> int:

@@ -21,7 +21,7 @@ from ngym.errors import ConfigError
 from ngym.files.model_checkpoint import CLASSIFIER_PROBLEM, check_loaded, is_classifier, suppress_load_report
 
 from ..data.images import TEXT_ONLY
-from ..data.samples import Sample, Segment
+from ..data.samples import Routers, Sample, Segment
 from ..recipe.recipe import ModelOptions, Qwen3Shape
 from . import attention
 from .chunked_logprobs import RequestedScores, Scorer, Scores, logits_limit, states
@@ -109,9 +109,10 @@ class TrainedNetwork(nn.Module):
     """A network under training: a policy or a reward model.
 
     critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
-    this rank alone. images: how it reads images, or the reason why it does not. trains_vision: whether the encoder of
-    images is trained, but for unused_vision. always_encodes: whether it computes something in each micro-batch, because
-    ranks that share all weights (ZeRO-3) must use the same layers, and those that train it must have a gradient of each.
+    this rank alone. images: how it reads images, or the reason why it does not. routers: if it replays the routing of
+    rollouts. trains_vision: whether the encoder of images is trained, but for unused_vision. always_encodes: whether it
+    computes something in each micro-batch, because ranks that share all weights (ZeRO-3) must use the same layers, and
+    those that train it must have a gradient of each.
     """
 
     def __init__(self, network: PreTrainedModel) -> None:
@@ -121,6 +122,7 @@ class TrainedNetwork(nn.Module):
         self.critic: CriticNetwork | None = None
         self.group: SequenceParallelGroup | None = None
         self.images: ImageReader | str = TEXT_ONLY
+        self.routers: Routers | None = None
         self.trains_vision = False
         self.unused_vision: list[str] = []
         self.always_encodes = False

@@ -235,12 +235,12 @@ class LiveBatches:
 
     def _parse_step(self, step_rollouts: StepRollouts) -> tuple[ReadRollouts, dict[str, float]]:
         """The rollouts, and metrics that only the rows contain. Raises UsageError: a row cannot be trained."""
-        images = self._engine.policy.images
+        images, routers = self._engine.policy.images, self._engine.policy.routers
         result = ReadRollouts(fields=self._fields)
         for row in step_rollouts.rows:
-            if wrong := problem(row, self._temperature, self._fields, images):
+            if wrong := problem(row, self._temperature, self._fields, images, routers):
                 raise UsageError(f"{row['agent_ref']['name']} returned a rollout that cannot be trained: {wrong}")
-            add_row(row, result, images)
+            add_row(row, result, images, routers)
         values: dict[str, float] = {
             "stale_dropped": step_rollouts.stale,
             "num_equal_groups": step_rollouts.equal,

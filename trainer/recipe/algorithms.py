@@ -247,6 +247,10 @@ class PolicyGradientOptions(AlgorithmOptions):
     temperature: float = Field(
         default=1.0, gt=0, description="Sampling temperature of the rollouts; the trainer's logits are divided by it."
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Of a mixture of experts: each token goes to the experts that the rollout's model server has recorded.",
+    )
     max_mismatch: float = Field(
         default=1.05,
         gt=1,

@@ -56,6 +56,7 @@ def invalid_settings(recipe: Recipe) -> list[InvalidSetting]:
         _check_single_attempts,
         _check_adapters,
         _check_delta,
+        _check_routing_replay,
         _check_heads,
         _check_shared_gpus,
     )
@@ -163,6 +164,15 @@ def _check_adapters(recipe: Recipe) -> Iterator[InvalidSetting]:
     if recipe.live is not None and recipe.live.colocated:
         reason = "a 4-bit base (model.lora.base_4bit) is made on the GPU before servers sleep; set it to false"
         yield InvalidSetting("rollouts.colocated", reason)
+
+
+def _check_routing_replay(recipe: Recipe) -> Iterator[InvalidSetting]:
+    if not isinstance(recipe.algorithm, PolicyGradientOptions) or not recipe.algorithm.routing_replay:
+        return
+    if recipe.engine.compile:
+        yield InvalidSetting("engine.compile", "algorithm.routing_replay changes routers as they run; set it to false")
+    if recipe.engine.tensor_parallel > 1:
+        yield InvalidSetting("engine.tensor_parallel", "algorithm.routing_replay is not supported with it; set it to 1")
 
 
 def _check_delta(recipe: Recipe) -> Iterator[InvalidSetting]:
