@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ngym.cli.train import main
 from ngym.errors import UsageError
+from ngym.routed_experts import ExpertRows
 from ngym.trainer import loop
 from ngym.trainer.algorithms import policy_gradient
 from ngym.trainer.data import file_batches, samples
@@ -394,6 +395,32 @@ def test_rows_that_cannot_be_trained_are_named_with_their_reason(tmp_path: Path,
     assert str(caught.value).startswith(f"{path}:2: ") and message in str(caught.value)
 
 
+ROUTERS = rollout_samples.Routers(layers=2, chosen=1, experts=4)
+
+
+def routed(*experts: int, layers: int = 2) -> Row:
+    """The row's segment with three tokens, of which the last two are sampled."""
+    segment = {"token_ids": [1, 2, 3], "mask": [[1, 3]], "logprobs": [0.0, 0.0], "policy_version": [[1, 3, 0]]}
+    record = ExpertRows(layers, 1, "uint8", bytearray(experts)).record()
+    return {"ng": {"segments": [{**segment, "routed_experts": record}]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "a segment has no routed_experts, which algorithm.routing_replay needs"),
+        (routed(0, 1), "a segment has routed_experts of 1 tokens, and 2 are needed"),
+        (routed(0, 1, 2, 4), "a segment has the expert 4, and the policy has 4"),
+        (routed(0, 1, 2, layers=1), "a segment has 1 experts of each of 1 layers, and the policy has 1 of 2"),
+        (routed(*[0] * 8), "a segment's routed_experts of the shape [4, 2, 1] for 3 tokens"),
+    ],
+)
+def test_a_rollout_whose_routing_cannot_be_replayed_is_refused(change: Row, message: str) -> None:
+    good = row(0, 0, 1.0, random.Random(0))
+    assert str(rollout_samples.problem({**good, **change}, 1.0, routers=ROUTERS)).startswith(message)
+    assert rollout_samples.problem({**good, **routed(0, 1, 2, 3)}, 1.0, routers=ROUTERS) is None
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -506,6 +533,7 @@ def test_dropout_is_noticed_before_the_first_step(tokenizer: PreTrainedTokenizer
         (["max_steps=null"], "live rollouts do not end by themselves; set max_steps"),
         (["algorithm.name=sft"], "sft trains on a file; remove rollouts"),
         (["data.path=none.jsonl"], "command line: data.path: there is no none.jsonl"),
+        (["algorithm.routing_replay=true", "engine.compile=true"], "engine.compile: algorithm.routing_replay changes"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused_with_the_reason(

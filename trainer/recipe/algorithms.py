@@ -394,7 +394,17 @@ class OnlineDpoOptions(PolicyGradientOptions):
 
     def invalid_settings(self) -> list[InvalidSetting]:
         settings = [InvalidSetting(f"preference.{key}", reason) for key, reason in invalid_preferences(self.preference)]
-        unused = ("advantage", "loss", "kl", "correction", "critic", "teacher", "shaping", "max_mismatch")
+        unused = (
+            "advantage",
+            "loss",
+            "kl",
+            "correction",
+            "critic",
+            "teacher",
+            "shaping",
+            "max_mismatch",
+            "routing_replay",
+        )
         default = type(self)()
         return settings + [
             InvalidSetting(key, "online_dpo learns from pairs and does not use it; remove it")

@@ -45,6 +45,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("epsilon", "eps_clip", "clip_ratio", "clip_range"), ("algorithm.loss.clip_low",)),
     **dict.fromkeys(("epsilon_high", "eps_clip_high", "clip_ratio_high"), ("algorithm.loss.clip_high",)),
     **dict.fromkeys(("adv_estimator", "advantage_estimator"), ("algorithm.advantage.estimator",)),
+    **dict.fromkeys(("router_replay", "use_rollout_routing_replay"), ("algorithm.routing_replay",)),
     # rollouts
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_completion_length"), ("rollouts.max_output_tokens",)),
     **dict.fromkeys(("max_response_length", "max_generation_steps"), ("rollouts.max_output_tokens",)),

@@ -23,6 +23,7 @@ from ngym.rollout import add_usage, extend, tokens_of, versions_in, with_latest_
 from ngym.schema import (
     PARTS,
     RESERVED,
+    ROUTED_EXPERTS,
     SCHEMA_VERSION,
     TOOL_OUTPUT_HEADER,
     FinishReason,
@@ -149,6 +150,8 @@ class RolloutContext:
                 raise self._unusable(f"with wrong token data: {error}") from None
         if call is not None:
             extend(self.segments, call)
+            if call.experts is not None:  # the segments have them
+                response["ng"] = {name: value for name, value in response["ng"].items() if name != ROUTED_EXPERTS}
         self.turns += 1
         self.so_far += response["output"]
         self.finish_reasons.append(finish_reason(response))
