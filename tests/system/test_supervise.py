@@ -699,12 +699,8 @@ async def test_a_trained_policy_that_starts_again_gets_no_calls_until_its_weight
 async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losing_one(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name, value in (
-        (scaling, "LOAD_CHECK_S", 0.05),
-        (scaling, "GROW_AFTER_S", 0),
-        (scaling, "SHRINK_AFTER_S", 0),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(scaling, "LOAD_CHECK_S", 0.05)
+    monkeypatch.setattr(scaling, "GROW_AFTER_S", 0)
     # As by default, callers learn new addresses well before a replica without calls is stopped.
     monkeypatch.setattr(supervisor, "FOLLOW_S", 1.0)
     monkeypatch.setattr("ngym.peers.FOLLOW_S", 0.05)
@@ -735,6 +731,7 @@ async def test_a_model_grows_while_calls_wait_and_shrinks_when_idle_without_losi
             done.set()
         assert all(task.result() for task in several)
         done.clear()
+        monkeypatch.setattr(scaling, "SHRINK_AFTER_S", 0)
         grown = stack.states[1]
         async with asyncio.TaskGroup() as callers:
             alone = callers.create_task(calls())  # one call at a time: idle for two replicas
