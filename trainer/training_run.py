@@ -157,13 +157,13 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
     if not isinstance(policy.images, str) and (reason := _images_problem(recipe)):
         policy.images = reason
     _check_vision(recipe, policy)
-    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.routing_replay:
-        policy.routers = replay_routing(policy.network)
     if policy.unused_vision:
         names = ", ".join(policy.unused_vision)
         job.say(f"model.train_vision: no image depends on these weights, which stay as they are: {names}")
     if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.critic is not None:
         policy.critic = CriticNetwork(policy.network, recipe.algorithm.critic.lr, policy.images)
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.routing_replay:
+        policy.routers = replay_routing(policy.network)  # after the critic's copy, which routes by itself
     if dropout := unused_dropout(policy.network):
         text = ", ".join(f"{key} {value:g}" for key, value in dropout.items())
         job.say(f"the model's own dropout is off ({text}); only model.lora.dropout drops anything")

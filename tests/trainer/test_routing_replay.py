@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,11 @@ def batch() -> list[samples.Sample]:
     return [samples.Sample((segment,)) for segment in made]
 
 
+def bare(made: list[samples.Sample]) -> list[samples.Sample]:
+    """The samples without their experts."""
+    return [replace(one, segments=tuple(replace(segment, experts=None) for segment in one.segments)) for one in made]
+
+
 def with_replay(family: str) -> policy.Policy:
     made = policy.Policy(network(family, attention.NAME))
     made.routers = routing_replay.replay_routing(made.network)
@@ -140,12 +146,17 @@ def test_a_packed_batch_is_that_of_hugging_faces_forward_with_these_experts(fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_without_experts_are_routed_as_always(family: str) -> None:
-    bare = [
-        samples.Sample(tuple(samples.Segment(one.token_ids, one.spans) for one in each.segments)) for each in batch()
-    ]
-    packed = packing.pack(bare, CPU)
+    packed = packing.pack(bare(batch()), CPU)
     plain = policy.Policy(network(family, attention.NAME)).logprobs(packed)
     torch.testing.assert_close(with_replay(family).logprobs(packed), plain)
+
+
+def test_a_network_that_does_not_replay_routes_by_itself() -> None:
+    """As a critic, or a teacher."""
+    own = policy.Policy(network("qwen3_moe", attention.NAME))
+    with_experts, without = packing.pack(batch(), CPU), packing.pack(bare(batch()), CPU)
+    torch.testing.assert_close(own.logprobs(with_experts), own.logprobs(without))
+    assert not torch.allclose(with_replay("qwen3_moe").logprobs(with_experts), own.logprobs(without), atol=1e-3)
 
 
 def test_a_model_without_experts_is_refused() -> None:
