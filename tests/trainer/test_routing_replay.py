@@ -151,6 +151,25 @@ def test_tokens_without_experts_are_routed_as_always(family: str) -> None:
     torch.testing.assert_close(with_replay(family).logprobs(packed), plain)
 
 
+def test_it_makes_no_difference_which_samples_share_a_micro_batch() -> None:
+    """Their common prompts have other experts, as an engine may compute them twice."""
+    rng, ours = random.Random(4), with_replay("qwen3_moe")
+    made = [
+        replace(one, segments=(replace(one.segments[0], experts=drawn(rng, one.segments[0].experts.rows)),))
+        for one in batch()
+    ]
+    assert len(packing.pack(made, CPU).token_ids_T) < sum(one.tokens for one in made)
+    common = packing.common_experts(made)
+    made = [
+        replace(one, segments=(replace(one.segments[0], experts=experts[0]),))
+        for one, experts in zip(made, common, strict=True)
+    ]
+    together = packing.pack(made, CPU)
+    alone = {id(one.segments[0]): ours.logprobs(packing.pack([one], CPU)) for one in made}
+    expected = torch.cat([alone[id(segment)] for segment in together.segments])
+    torch.testing.assert_close(ours.logprobs(together), expected)
+
+
 def test_a_network_that_does_not_replay_routes_by_itself() -> None:
     """As a critic, or a teacher."""
     own = policy.Policy(network("qwen3_moe", attention.NAME))

@@ -44,6 +44,7 @@ from ..losses.policy_loss import Loss, TokenRows, Tokens, Totals, kl_estimate, l
 from ..losses.value_loss import Values, value_loss
 from ..model.attention import on_device
 from ..model.chunked_logprobs import RequestedScores, Scores
+from ..model.packing import common_experts
 from ..model.policy import load_policy
 from ..model.routing_replay import replay_routing
 from ..model.teacher_divergence import TeacherDivergence
@@ -240,6 +241,8 @@ class PolicyGradient:
         rollouts = self._with_learning_signal(rollouts)
         if not rollouts:
             return []
+        if self._routers is not None:
+            rollouts = with_values(rollouts, "experts", common_experts(rollouts))
         score_functions: dict[str, Callable[[MicroBatch], Tensor]] = {}
         if self._needs_trainer_logprobs:
             score_functions["old"] = engine.logprobs

@@ -434,10 +434,8 @@ def _sampled_segment(
     return SampledSegment(ids, spans, placed, experts, sampler=logprobs)
 
 
-def with_values(
-    rollouts: Sequence[RolloutSample], name: str, values: Sequence[Sequence[list[float]]]
-) -> list[RolloutSample]:
-    """The rollouts with this field of their segments. values: by rollout, by segment, by token."""
+def with_values(rollouts: Sequence[RolloutSample], name: str, values: Sequence[Sequence[Any]]) -> list[RolloutSample]:
+    """The rollouts with this field of their segments. values: by rollout and segment."""
     fields_by_rollout: list[list[dict[str, Any]]] = [[{name: value} for value in of_segments] for of_segments in values]
     return [
         replace(

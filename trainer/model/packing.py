@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -153,6 +153,27 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         image_rows=tuple(image_rows),
         experts_TLK=_known_experts(experts, len(token_ids), device) if experts else None,
     )
+
+
+def common_experts(samples: Sequence[Sample]) -> list[list[ExpertRows | None]]:
+    """The experts of each segment of each sample, those of common prefixes from the first segment with them.
+
+    So it makes no difference which segments share a micro-batch.
+    """
+    experts = [[segment.experts for segment in sample.segments] for sample in samples]
+    before: tuple[list[int], ExpertRows] | None = None
+    places = [(sample, place) for sample, each in enumerate(samples) for place in range(len(each.segments))]
+    for sample, place in sorted(places, key=lambda at: samples[at[0]].segments[at[1]].prefix_ids):
+        segment, own = samples[sample].segments[place], experts[sample][place]
+        if own is None:
+            continue
+        if before is not None:
+            prefix_ids, known = before
+            shared = min(_common_length(prefix_ids, segment), known.rows)
+            own = replace(own, raw=known.between(0, shared).raw + own.between(shared, own.rows).raw)
+            experts[sample][place] = own
+        before = segment.prefix_ids, own
+    return experts
 
 
 def _known_experts(experts: Sequence[tuple[int, ExpertRows]], tokens: int, device: torch.device) -> Tensor:
