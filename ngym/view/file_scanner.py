@@ -38,6 +38,8 @@ _SEGMENTS = b',"segments":[{"token_ids":['
 # What ends each list of a segment, and whether it is a list of numbers, not of lists.
 _PARTS = ((b'],"mask":[', True), (b'],"logprobs":[', False), (b'],"policy_version":[', True))
 _NEXT = b',{"token_ids":['
+_IMAGES, _EXPERTS = b',"images":["', b',"routed_experts":{"shape":['  # what a segment may have behind them
+_EXPERTS_QUOTES = 12  # of its four keys and two texts
 
 
 class NoRollout(Exception):
@@ -182,9 +184,14 @@ def _segments_end(text: bytes, place: int) -> int | None:
             if place < 0 or not text.startswith(part, place):
                 return None
             place += len(part)
-        end = text.find(b"}", place)
+        end, quotes = text.find(b"}", place), 2 * len(_PARTS)
+        if text.find(_EXPERTS, place, end) >= 0:
+            quotes += _EXPERTS_QUOTES
+            end = text.find(b"}", end + 1)
+        if (images := text.find(_IMAGES, place, end)) >= 0:
+            quotes += text.count(b'"', images, text.find(b"]", images + len(_IMAGES), end))
         # A check at the speed of a copy: rejects strings and the remains of a crash; digits are not checked
-        if end < 0 or not (text.find(b"\0", start, end) < 0 and text.count(b'"', start, end) == 2 * len(_PARTS)):
+        if end < 0 or not (text.find(b"\0", start, end) < 0 and text.count(b'"', start, end) == quotes):
             return None
         if text.startswith(b"]", end + 1):
             return end + 2

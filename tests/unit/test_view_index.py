@@ -26,7 +26,7 @@ from waiting import wait_until
 from ngym.errors import NotFound
 from ngym.files.row_log import RowLog
 from ngym.view import growing_index
-from ngym.view.file_scanner import ScanJob, scan
+from ngym.view.file_scanner import ScanJob, scan, without_segments
 from ngym.view.growing_index import Index, Store, extent_of, row_seq
 from ngym.view.rows import RunRows
 
@@ -39,6 +39,26 @@ def _with_segments(count: int) -> dict[str, Any]:
     row = rollout(said='","segments":[{"token_ids":[1],"mask":[[0,1]]')
     row["ng"]["segments"] = [segment()] * count
     return row
+
+
+EXTRAS = st.fixed_dictionaries(
+    {},
+    optional={
+        "images": st.lists(st.sampled_from(["0f" * 16, "a1" * 16]), min_size=1, max_size=3),
+        "routed_experts": st.just({"shape": [2, 1, 1], "dtype": "uint8", "data": "AAE="}),
+    },
+)
+
+
+@given(st.lists(EXTRAS, min_size=1, max_size=3))
+def test_segments_are_left_out_with_their_images_and_experts(extras: list[dict[str, Any]]) -> None:
+    row = _with_segments(0)
+    row["ng"]["segments"] = [segment() | extra for extra in extras]
+    left = orjson.loads(without_segments(orjson.dumps(row)))
+    assert left["ng"].pop("segments") == [0] and row["ng"].pop("segments")
+    assert left == row
+    damaged = orjson.dumps(_with_segments(1)).replace(b'"policy_version":[[3', b'"policy_version":[[\0')
+    assert without_segments(damaged) == damaged
 
 
 LINES = st.one_of(
