@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from trainer_service import metrics_of, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 @pytest.fixture
@@ -25,6 +25,29 @@ def test_the_shipped_tokenizer_is_what_its_script_writes(
     runpy.run_path(str(root / "data" / "letters" / "generate.py"), run_name="__main__")
     for file in tokenizer_folder.iterdir():
         assert (tmp_path / "tokenizer" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def write_experts(folder: Path, tokenizer_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=128,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def test_a_token_is_a_letter(tokenizer_folder: Path) -> None:
@@ -103,6 +126,29 @@ def test_pushes_of_what_changed_give_the_run_of_whole_checkpoints(tmp_path: Path
     whole = sizes["http"][0]
     assert sizes["http"] == [whole] * 3
     assert sizes["delta"][0] >= whole and all(0 < size < whole / 2 for size in sizes["delta"][1:])
+
+
+def test_the_routing_of_a_mixture_of_experts_is_replayed(tmp_path: Path, tokenizer_folder: Path) -> None:
+    """The server is in bf16, so that its routers choose other experts for some tokens than those of the trainer."""
+    experts = tmp_path / "experts"
+    write_experts(experts, tokenizer_folder)
+    differences = {}
+    for replay in ("true", "false"):
+        folder = tmp_path / replay
+        folder.mkdir()
+        (folder / "services.yaml").write_text(
+            f"policy: {{kind: model, app: models/transformers, model: unused, dtype: bfloat16, routed_experts: {replay}}}\n"
+            "letters: {kind: gym_server, app: gym_servers/letters}\n"
+            "letters_agent: {kind: agent, app: agents/simple, gym: letters, model: policy}\n"
+        )
+        words = ["letters.yaml", "output=run", "max_steps=2", "rollouts.max_output_tokens=16", "model.tokenizer=null"]
+        words += ["model.from_scratch=null", f"model.path={experts}", f"algorithm.routing_replay={replay}"]
+        words += ["rollouts.services=services.yaml", "rollouts.policy_app=null"]
+        output, _ = (process := train(folder, words)).communicate(timeout=600)
+        assert process.returncode == 0, output
+        differences[replay] = [row["mismatch_kl"] for row in metrics_of(folder)]
+    # step 1 has the same rollouts in both
+    assert differences["true"][0] < differences["false"][0] / 2, differences
 
 
 def test_trainer_and_server_in_fp16_agree(tmp_path: Path) -> None:
