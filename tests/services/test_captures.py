@@ -13,8 +13,10 @@ from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
 from waiting import PATIENCE_S
 
+from ngym import model_server
 from ngym.rollout import ModelCall as Tokens
-from ngym.schema import Json
+from ngym.routed_experts import ExpertRows
+from ngym.schema import TOKEN_FIELDS, Json
 from ngym.services.models.token_capture import Captures, conversation_digest, request_turns
 
 REPLIES: list[Json] = [
@@ -196,6 +198,35 @@ async def test_segments_are_forgotten_when_they_are_deleted_and_unknown_rollouts
     assert "no captured call of rollout 'r'" in responses[0].json()["detail"]
     assert all(answer.json()["kept_s"] > 0 for answer in responses)
     assert "ngym_captured_tokens 0.0" in metrics
+
+
+async def test_segments_have_the_experts_and_the_answers_do_not():
+    """Of one layer and one expert for each token; the call that is sent again has others."""
+    experts = iter(([4, 5], [6, 6, 7, 7], [8, 8, 9, 9]))
+
+    async def respond(request: Json, call: Any) -> Json:
+        rows = ExpertRows(1, 1, "uint8", bytearray(next(experts)))
+        turn = len([item for item in request["input"] if item["role"] == "user"])
+        prompt = [1, 2, 3, 4][: 2 * turn]
+        message = {"type": "message", "content": f"answer {turn}"}
+        tokens = dict(zip(TOKEN_FIELDS, (prompt, [3 if turn == 1 else 5], [-0.5]), strict=True))
+        return {"output": [message | tokens], "ng": {"policy_version": [[0, 1, 0]], "routed_experts": rows.record()}}
+
+    first = {"role": "user", "content": "a"}
+    second = [first, {"role": "assistant", "content": "answer 1"}, {"role": "user", "content": "b"}]
+    async with (
+        local_services(policy=model_server(respond=respond)) as peers,
+        httpx.AsyncClient(base_url=peers.urls["policy"][0] + "/rollouts/r/v1", timeout=PATIENCE_S) as client,
+    ):
+        answers = [
+            (await client.post("/responses", json={"input": items}, headers={"x-stainless-retry-count": retry})).json()
+            for items, retry in (([first], "0"), (second, "0"), (second, "1"))
+        ]
+        captured = await segments_of(peers.urls["policy"][0], "r")
+    assert [answer["ng"] for answer in answers] == [{"policy_version": [[0, 1, 0]]}] * 3
+    (segment,) = captured["segments"]
+    assert segment["token_ids"] == [1, 2, 3, 4, 5]
+    assert list(ExpertRows.read(segment["routed_experts"], 5).raw) == [4, 5, 9, 9]
 
 
 def test_an_answer_that_continues_from_what_the_client_began_is_found_again():

@@ -479,7 +479,7 @@ def _retract(rollout: _Rollout, digest: bytes) -> None:
     segment.calls.remove(call)
     del segment.ids[call.before :]
     if segment.experts is not None:
-        segment.experts.cut(call.before)
+        segment.experts.cut(max(0, call.before - 1))  # of the last token before it, the call computed them
     del segment.logprobs[len(segment.logprobs) - (call.end - call.start) :]
     if rollout.by_answer.get(call.answer_digest) is call:
         del rollout.by_answer[call.answer_digest]
