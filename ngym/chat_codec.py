@@ -26,9 +26,10 @@ import orjson
 from ngym.convert import content_text, without_allowed_tools
 from ngym.errors import BadRequest
 from ngym.rollout import PriorTokens, TurnEnds, begins_with, splice
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
+    from ngym.routed_experts import ExpertRows
     from ngym.services.models.token_capture import PriorCall
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -208,8 +209,7 @@ class Stops:
         if self.match is not None:
             return ""
         text = self._buffer + text
-        matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
-        if matches:
+        if matches := [(text.find(stop), stop) for stop in self._stops if stop in text]:
             place, self.match = min(matches)
             self._buffer = ""
             return text[:place]
@@ -373,12 +373,11 @@ class ChatCodec:
         """The number of tokens of the prompt."""
         return len(await self._prompt(request, None))
 
-    async def _prompt(self, request: Json, prior_call: PriorCall | None) -> list[int]:
+    async def _prompt(self, request: Json, seen: PriorCall | None) -> list[int]:
         """The prompt ids. A long conversation is tokenised in a thread, so that it does not block the event loop."""
         if sum(len(message.get("content") or ()) for message in request["messages"]) < LONG:
-            return self._template.prompt(request, prior_call)
-        work = asyncio.get_running_loop().run_in_executor
-        return await work(self._thread, self._template.prompt, request, prior_call)
+            return self._template.prompt(request, seen)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._template.prompt, request, seen)
 
     async def _pieces(
         self, answer: _Answer, request: Json, prior_call: PriorCall | None, *, streamed: bool
@@ -410,9 +409,8 @@ class ChatCodec:
 
 def _without_end(sampled: SampledTokens, ends: frozenset[int]) -> list[int]:
     """The sampled ids without the one that ends the turn."""
-    if sampled.finish == "stop" and sampled.ids and sampled.ids[-1] in ends:
-        return sampled.ids[:-1]
-    return sampled.ids
+    is_turn_over = sampled.finish == "stop" and sampled.ids and sampled.ids[-1] in ends
+    return sampled.ids[:-1] if is_turn_over else sampled.ids
 
 
 class _Answer:
@@ -427,6 +425,7 @@ class _Answer:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[list[int]] = []
+        self._experts: ExpertRows | None = None
         self._cached: int | None = None
         self._logprobs_sent = 0  # tokens whose logprobs were sent
         self._texts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
@@ -437,6 +436,10 @@ class _Answer:
         self._ids += sampled.ids
         self._logprobs += sampled.logprobs
         self._cached = sampled.cached
+        if self._experts is None:
+            self._experts = sampled.experts
+        elif sampled.experts is not None:
+            self._experts.raw += sampled.experts.raw
         self.finish = sampled.finish or self.finish
         if self._versions and self._versions[-1][2] == sampled.version:
             self._versions[-1][1] = len(self._ids)
@@ -480,12 +483,12 @@ class _Answer:
         return {"finish_reason": self.finish or "stop"} | ({"stop_reason": self.stop} if self.stop else {})
 
     def _tokens(self) -> Json:
-        if not self._ids:
-            return {}
-        return dict(zip(TOKEN_FIELDS, (self.prompt, self._ids, self._logprobs), strict=True))
+        tokens = (self.prompt, self._ids, self._logprobs)
+        return dict(zip(TOKEN_FIELDS, tokens, strict=True)) if self._ids else {}
 
     def _ng(self) -> Json:
-        return {"ng": {"policy_version": self._versions}} if self._ids else {}
+        experts = {} if self._experts is None else {ROUTED_EXPERTS: self._experts.record()}
+        return {"ng": {"policy_version": self._versions} | experts} if self._ids else {}
 
     def _new_logprobs(self, include: bool) -> Json:
         """The logprobs of the tokens since the last call, if the client requested them."""
@@ -548,7 +551,7 @@ class Sampling(NamedTuple):
 
 class SampledTokens(NamedTuple):
     """The next tokens and logprobs, [n] each; the last ones with a finish reason; the version of the weights; how many
-    tokens of the prompt were not computed again, if that is known.
+    tokens of the prompt were not computed again, if that is known; the experts of all tokens computed since the last ones.
     """
 
     ids: list[int]
@@ -556,6 +559,7 @@ class SampledTokens(NamedTuple):
     finish: Finish | None = None
     version: int = 0
     cached: int | None = None
+    experts: ExpertRows | None = None
 
 
 Generate = Callable[[list[int], Sampling], AsyncGenerator[SampledTokens, None]]

@@ -102,6 +102,8 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     def load() -> Engine | Classifier:
         with lean_imports():
             is_classifier = is_classifier_checkpoint(folder, options)
+            if is_classifier and options.routed_experts:
+                raise ValueError("routed_experts: the model is one for sequence classification; leave out this option")
             return Classifier(folder, options) if is_classifier else Engine(folder, options, GENERATED.inc)
 
     try:

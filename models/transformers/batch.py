@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ngym.chat_codec import SampledTokens, Sampling
 from ngym.errors import ServiceError
+from ngym.routed_experts import ExpertRows
 
 from .prefix_cache import Prefix, PrefixCache, PrefixMatch
 
@@ -50,6 +51,33 @@ class Draw:
         return self._ready.pop()
 
 
+@dataclass(slots=True)
+class RowExperts:
+    """The experts of one answer.
+
+    unsent: of the tokens whose experts the caller does not have yet. cached: of the tokens in the cache, [T, L, K].
+    known: the bytes that were ever added to `unsent`.
+    """
+
+    unsent: ExpertRows
+    cached: bytearray = field(default_factory=bytearray)
+    known: int = 0
+
+    def add(self, before: int, raw: bytes) -> None:
+        """Add the experts of computed tokens, behind the first so many. Tokens of a row that came back to the batch are
+        computed again, but keep the experts that they were sampled with.
+        """
+        del self.cached[before * self.unsent.row_bytes :]
+        self.cached += raw
+        self.unsent.raw += self.cached[self.known :]
+        self.known = max(self.known, len(self.cached))
+
+    def take(self) -> ExpertRows:
+        """The unsent ones."""
+        taken, self.unsent = self.unsent, replace(self.unsent, raw=bytearray())
+        return taken
+
+
 @dataclass(eq=False)
 class Row:
     """One answer under way.
@@ -61,6 +89,7 @@ class Row:
         draw: of an answer with a seed.
         number: in the order of the requests.
         cached: the tokens of the prompt whose keys and values were there.
+        experts: those of its tokens, if they are recorded.
         unsent: the sampled tokens that the caller does not have yet.
         given_up: whether the caller has stopped reading.
         is_ended: whether the last token, or an error, was sent. Its row of the cache may stay for a while.
@@ -75,6 +104,7 @@ class Row:
     answers: asyncio.Queue[SampledTokens | ServiceError] = field(default_factory=asyncio.Queue)
     unsent: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     cached: int = 0
+    experts: RowExperts | None = None
     given_up: bool = False
     is_ended: bool = False
 
@@ -91,6 +121,10 @@ class Row:
     def needs_each_token(self) -> bool:
         """Whether the caller needs each token at once: a stop string may end the answer."""
         return self.sampling.streamed or bool(self.sampling.stop)
+
+    def take_experts(self) -> ExpertRows | None:
+        """Those that the caller does not have yet."""
+        return None if self.experts is None else self.experts.take()
 
 
 @dataclass
@@ -237,7 +271,8 @@ class Batch:
             (layer.keys[slot, :, start : self.end].clone(), layer.values[slot, :, start : self.end].clone())
             for layer in self.cache.layers
         ]
-        self.prefixes.put(Prefix(list(row.ids), length, layers))
+        experts = b"" if row.experts is None else bytes(row.experts.cached)
+        self.prefixes.put(Prefix(list(row.ids), length, layers, experts))
 
     def cache_of_prefixes(self, prefixes: Sequence[PrefixMatch], room: int) -> Cache:
         """A cache of one row for each of these prefixes, aligned at their ends, with room for so many more tokens."""

@@ -41,6 +41,7 @@ from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
 
 from .batch import Batch, Draw, Row, sample, sliding_layers, with_room
+from .expert_recorder import ExpertRecorder
 from .grouped_attention import GROUPED
 from .loading import checkpoint_folder, device_of, load_model, load_network, weight_files
 from .options import Options
@@ -101,6 +102,7 @@ class Engine:
     def __init__(self, folder: str, options: Options, count: Callable[[float], None]) -> None:
         self.tokenizer, self._model, self.context = load_model(AutoModelForCausalLM, folder, options)
         model = self._model
+        self._experts = ExpertRecorder(model) if options.routed_experts else None
         self.ends: int | list[int] | None = model.generation_config.eos_token_id
         known = self.ends if isinstance(self.ends, list) else [self.ends, self.tokenizer.eos_token_id]
         self._ends = frozenset(end for end in known if end is not None)
@@ -366,6 +368,8 @@ class Engine:
             kwargs["position_ids"] = torch.tensor(positions, device=self._device)
         out = self._model(input_ids=last, past_key_values=batch.cache, use_cache=True, **self._last_only, **kwargs)
         batch.cache = out.past_key_values
+        if self._experts is not None:
+            self._experts.after_step(batch.rows, count)
         tokens, logprobs = sample(batch.rows, out.logits[:, -1], self._draw)
         before = self.running
         for slot, (row, token, logprob) in enumerate(zip(batch.rows, tokens, logprobs, strict=True)):
@@ -393,7 +397,7 @@ class Engine:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
         row.is_ended = row.is_ended or finish is not None
-        self._unsent.append((row, SampledTokens(ids, logprobs, finish, self._version, row.cached)))
+        self._unsent.append((row, SampledTokens(ids, logprobs, finish, self._version, row.cached, row.take_experts())))
 
     def _fail(self, rows: Sequence[Row], error: ServiceError) -> None:
         for row in rows:
@@ -442,6 +446,8 @@ class Engine:
                 if some:
                     with MODEL_ERRORS:
                         cache, places, ends = self._prefill(some, prefixes)
+                        if self._experts is not None:
+                            self._experts.after_prefill(some, places, prefixes)
                         batch.add(some, cache, places, ends)
                         self._remember(some, places, prefixes)
             except ServiceError as error:  # the callers raise it
@@ -547,6 +553,8 @@ class Engine:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         device = next(self._model.parameters()).device
         self._model = load_network(AutoModelForCausalLM, str(folder), self._options, self.tokenizer).to(device)
+        if self._experts is not None:
+            self._experts = ExpertRecorder(self._model)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Load tensors that are not in files, likewise."""

@@ -31,4 +31,8 @@ class Options(TrainableModelOptions):
         description="Limit of the KV cache of all answers and of kept prefixes; one answer alone may exceed it. Default: "
         "4,096, on a CPU at most a quarter of the free memory; all replicas together at most half.",
     )
+    routed_experts: bool = Field(
+        default=False,
+        description="Record the experts of each token of a mixture of experts, for `algorithm.routing_replay` of a trainer.",
+    )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")

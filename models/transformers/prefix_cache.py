@@ -17,15 +17,18 @@ MIN_PREFIX_TOKENS = 64  # a shorter prefix costs more to keep than to compute
 
 
 class Prefix(NamedTuple):
-    """Token ids, and for each layer the keys and values [H, T, D] of the first `length` of them."""
+    """Token ids, and for each layer the keys and values [H, T, D] of the first `length` of them. experts: of these, if they
+    are recorded, [T, L, K].
+    """
 
     ids: list[int]
     length: int
     layers: list[tuple[Tensor, Tensor]]
+    experts: bytes = b""
 
     @property
     def bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers) + len(self.experts)
 
 
 PrefixMatch = tuple[Prefix, int]  # and how many of its tokens
