@@ -137,7 +137,7 @@ def test_the_routing_of_a_mixture_of_experts_is_replayed(tmp_path: Path, tokeniz
         folder = tmp_path / replay
         folder.mkdir()
         (folder / "services.yaml").write_text(
-            f"policy: {{kind: model, app: models/transformers, model: unused, dtype: bfloat16, routed_experts: {replay}}}\n"
+            "policy: {kind: model, app: models/transformers, model: unused, dtype: bfloat16}\n"
             "letters: {kind: gym_server, app: gym_servers/letters}\n"
             "letters_agent: {kind: agent, app: agents/simple, gym: letters, model: policy}\n"
         )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from ngym.errors import ConfigError
 from ngym.routed_experts import ExpertRows
 from ngym.trainer.data import samples
 from ngym.trainer.model import attention, layers, packing, policy, routing_replay
+from ngym.trainer.online import services
+from ngym.trainer.recipe import recipe_reader
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -176,6 +179,23 @@ def test_a_network_that_does_not_replay_routes_by_itself() -> None:
     with_experts, without = packing.pack(batch(), CPU), packing.pack(bare(batch()), CPU)
     torch.testing.assert_close(own.logprobs(with_experts), own.logprobs(without))
     assert not torch.allclose(with_replay("qwen3_moe").logprobs(with_experts), own.logprobs(without), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("app", "options"),
+    [
+        ("models/vllm", {"engine": {"enable_return_routed_experts": True}, "bundle_tokens": "auto"}),
+        ("models/transformers", {"routed_experts": True}),
+        ("models/scripted", {}),
+    ],
+)
+def test_the_policys_server_records_experts_where_ng_train_starts_it(
+    app: str, options: dict[str, Any], root: Path
+) -> None:
+    overrides = ["model.path=acme/policy", "algorithm.routing_replay=true"]
+    recipe, _ = recipe_reader.read_recipe(["grpo.yaml"], overrides)
+    config = services.config_for(root / "global_config.yaml", "policy", app, services.serving_options(recipe))
+    assert config.stanza("policy").options == {"model": "acme/policy", **options}
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -36,15 +36,18 @@ from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteClient
 from ngym.telemetry import tracing
 
+from ..recipe.algorithms import PolicyGradientOptions
 from ..recipe.recipe import Recipe
 
 Result = TypeVar("Result")
 NEW_POLICY_WITHIN_S = 600
 RENEW_S = 1.0
 OWNER = "ng_train"
+TRANSFORMERS = "models/transformers"
 SLEEP_MODE = "engine.enable_sleep_mode=true"
 COLOCATED_SHARE = 0.4  # of a GPU's memory
 TRANSFER = "engine.weight_transfer_config.backend="
+VLLM_EXPERTS, TRANSFORMERS_EXPERTS = "engine.enable_return_routed_experts=true", "routed_experts=true"
 HEAD = "NGYM_HEAD"  # the head of services that another process has started for this rank
 
 
@@ -219,6 +222,8 @@ def serving_options(recipe: Recipe) -> list[str]:
         options.append(f"lora_rank={recipe.model.lora.rank}")
     if transport in ("nccl", "ipc"):
         options.append(f"{TRANSFER}{transport}")
+    if isinstance(recipe.algorithm, PolicyGradientOptions) and recipe.algorithm.routing_replay:
+        options += [VLLM_EXPERTS, TRANSFORMERS_EXPERTS]
     return options
 
 
@@ -233,7 +238,10 @@ def config_for(file: Path, policy: str, app: str | None, options: Sequence[str])
         raise ConfigError(f"{named.where}: rollouts.policy names {policy!r}, which is a {named.kind}, not a model")
     served_by = app or named.app or ""
     if not served_by.endswith(VLLM):  # the others need no option to sleep or to receive
-        options = [option for option in options if option != SLEEP_MODE and not option.startswith(TRANSFER)]
+        of_vllm = (SLEEP_MODE, TRANSFER, VLLM_EXPERTS)
+        options = [option for option in options if not option.startswith(of_vllm)]
+    if not served_by.endswith(TRANSFORMERS):
+        options = [option for option in options if option != TRANSFORMERS_EXPERTS]
     if app is None:
         return _enable_bundling(load_config([file], [f"{policy}.{option}" for option in options]), policy)
     config = load_config([file])
