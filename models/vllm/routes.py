@@ -207,7 +207,8 @@ class TokenRoutes:
             answer = await _as_json(self._generation.serve_tokens(parameters))
             if tokens.aborted:
                 raise NotReady(CUT_OFF)
-            return await off_loop(request, JsonResponse, answer | tokens.trace)
+            trace = replace(tokens, experts=None).trace  # vLLM's choice has them
+            return await off_loop(request, JsonResponse, answer | trace)
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text (`prompt`), or of a conversation as the chat template renders it (`messages`)."""

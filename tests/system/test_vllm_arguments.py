@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from forked import ForkedCommand
 
 from ngym.errors import ConfigError
+from ngym.routed_experts import ExpertRows
 from ngym.services.base.app import load
 
 with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -268,6 +270,45 @@ def test_urls_of_images_are_fetched_from_the_allowed_domains_only(root: Path, tm
     assert everything == ["fetched", "fetched", "allowed", "read"]
 
 
+# What an answer carries of vLLM's outputs, whole and as a stream, whose last output alone has the experts.
+EXPERTS = """
+import importlib, json, sys
+from pathlib import Path
+import numpy as np
+from ngym.services.base.app import load
+app = load(Path(sys.argv[1]))
+chat = importlib.import_module(f"{app.__name__}.serving.chat")
+from vllm.outputs import CompletionOutput, RequestOutput
+
+def output(ids, experts, reason):
+    completion = CompletionOutput(0, "", ids, None, None, experts, finish_reason=reason)
+    return RequestOutput("r", None, [5, 6, 7], None, [completion], reason is not None)
+
+found = []
+for kind in ("uint8", "uint16"):
+    experts_RLK = np.arange(4 * 2 * 3, dtype=kind).reshape(4, 2, 3)
+    whole, streamed, without = chat.Tokens(), chat.Tokens(), chat.Tokens()
+    whole.add(output([8, 9], experts_RLK, "stop"))
+    streamed.add(output([8], None, None))
+    streamed.add(output([9], experts_RLK, "stop"))
+    without.add(output([8, 9], None, "stop"))
+    found.append([tokens.trace["ng"] for tokens in (whole, streamed, without)])
+print(json.dumps(found))
+"""
+
+
+@with_vllm
+def test_the_experts_of_vllms_outputs_are_in_the_answer(root: Path, tmp_path: Path) -> None:
+    for dtype, answers in zip(("uint8", "uint16"), json.loads(last_line(EXPERTS, root, tmp_path)), strict=True):
+        whole, streamed, without = answers
+        assert "routed_experts" not in without
+        assert whole == streamed
+        experts = ExpertRows.read(whole["routed_experts"], 5)
+        numbers = array("B" if dtype == "uint8" else "H", bytes(experts.raw))
+        assert (experts.rows, experts.layers, experts.chosen, experts.dtype) == (4, 2, 3, dtype)
+        assert numbers.tolist() == list(range(24))
+
+
 # The size of a model in two files, and of one with a damaged file.
 SIZES = """
 import importlib, sys
@@ -317,6 +358,10 @@ def test_engine_arguments_are_checked_against_vllms_own(root: Path, tmp_path: Pa
         "engine.weight_transfer_config: nccl moves weights between GPUs, and this vLLM runs on a CPU": {
             "engine": {"weight_transfer_config": {"backend": "nccl"}}
         },
+        "engine.enable_return_routed_experts: vLLM records experts on a GPU only; remove it, or serve the model with ": {
+            "engine": {"enable-return-routed-experts": True}
+        },
+        shown({"enable_return_routed_experts": True}): {"engine": {"enable_return_routed_experts": True}, "gpu": True},
         "engine.max_loras: with lora_rank, all requests use the pushed adapter": {
             "lora_rank": 8,
             "engine": {"max_loras": 2},

@@ -115,6 +115,9 @@ def parse_arguments(service: str, options: Options, model: Model, *, on_cpu: boo
     if on_cpu and backend in GPU_TRANSFERS:
         wrong = f"{backend} moves weights between GPUs, and this vLLM runs on a CPU; remove it, and push over http"
         raise ConfigError(f"service {service!r}: engine.weight_transfer_config: {wrong}")
+    if on_cpu and arguments.enable_return_routed_experts:
+        wrong = "vLLM records experts on a GPU only; remove it, or serve the model with models/transformers"
+        raise ConfigError(f"service {service!r}: engine.enable_return_routed_experts: {wrong}")
     return arguments
 
 

@@ -8,6 +8,7 @@ Differences from vLLM's own server:
 - A conversation continues from the ids of its earlier calls, with images or without.
 - A stream consists of dicts; vLLM's generator would write each chunk as text. One choice; no echo, no beams.
 - An answer with several choices (`n`) has no token data of ours; ask for `return_token_ids` and `logprobs`.
+- `routed_experts` are in `ng`, of all tokens; `routed_experts_prompt_start` has no effect on them.
 - The finish_reason is the engine's; vLLM answers `tool_calls` if a cut-off text parses as a call.
 - A prompt that leaves no room in the context raises ContextFull with its number of tokens.
 """
@@ -23,6 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from pydantic import ValidationError
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -43,7 +45,8 @@ from vllm.v1.outputs import LogprobsLists
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
 from ngym.rollout import PriorTokens, TurnEnds, begins_with, image_digest, splice
-from ngym.schema import TOKEN_FIELDS, Json
+from ngym.routed_experts import ExpertRows
+from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json
 
 if TYPE_CHECKING:
     from ngym.services.models.server import ModelCall
@@ -96,6 +99,7 @@ class Tokens:
     """Tokens of a call: prompt [P], sampled [G], logprobs [G]; versions: spans [start, end, policy version] over [G].
 
     images: digests of those in the prompt, in order. aborted: a weight push ended the generation (its mode `abort`).
+    experts: of the first tokens of prompt and answer, if vLLM returns them.
     """
 
     prompt: list[int] = field(default_factory=list)
@@ -104,6 +108,7 @@ class Tokens:
     versions: list[list[int]] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
     aborted: bool = False
+    experts: ExpertRows | None = None
 
     def add(self, output: RequestOutput) -> None:
         """Add one output: all tokens of the call or, in a stream, the next few."""
@@ -117,6 +122,8 @@ class Tokens:
             self.logprobs.extend(one[token].logprob for one, token in zip(logprobs, completion.token_ids, strict=True))
         self.aborted = completion.finish_reason == "abort"
         self.versions = [[span.start, span.end, int(span.version)] for span in completion.weight_versions or []]
+        if completion.routed_experts is not None:
+            self.experts = _expert_rows(completion.routed_experts)
 
     @property
     def fields(self) -> Json:
@@ -130,7 +137,19 @@ class Tokens:
         """The fields of the whole answer."""
         if not self.prompt:
             return {}
-        return {"ng": {"policy_version": self.versions} | ({"images": self.images} if self.images else {})}
+        trace: Json = {"policy_version": self.versions}
+        if self.images:
+            trace["images"] = self.images
+        if self.experts is not None:
+            trace[ROUTED_EXPERTS] = self.experts.record()
+        return {"ng": trace}
+
+
+def _expert_rows(routed_RLK: np.ndarray[Any, Any]) -> ExpertRows:
+    """vLLM's array of experts as our record."""
+    _, layers, chosen = routed_RLK.shape
+    little_endian = routed_RLK.astype(routed_RLK.dtype.newbyteorder("<"), copy=False)
+    return ExpertRows(layers, chosen, routed_RLK.dtype.name, bytearray(little_endian.tobytes()))
 
 
 class SampledLogprobs(LogprobsProcessor):
@@ -401,6 +420,8 @@ class ChatHandler:
             if "reasoning" in message:  # vLLM's name; our converter and most clients use the other
                 message["reasoning_content"] = message.pop("reasoning")
             message.setdefault("content", None)  # the API always has this field
+        if tokens.experts is not None:
+            completion["choices"][0].pop("routed_experts", None)  # vLLM's; `ng` has the same
         completion["choices"][0]["message"] |= tokens.fields
         completion["usage"].setdefault("completion_tokens_details", {"reasoning_tokens": 0})  # as in a stream
         return completion | tokens.trace
@@ -467,7 +488,10 @@ class ChatHandler:
         """vLLM's answer, or its stream if the request asks for one. Raises ServiceError or ContextFull."""
         try:
             continued.set(prior_call)
-            recorded.set(None if request.use_beam_search or (request.n or 1) > 1 else tokens)
+            is_recorded = not request.use_beam_search and (request.n or 1) == 1
+            recorded.set(tokens if is_recorded else None)
+            if is_recorded:
+                request.routed_experts_prompt_start = 0
             answer = await self._serving.create_chat_completion(request)
         except (ContextFull, ServiceError):
             raise
