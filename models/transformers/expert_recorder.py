@@ -1,7 +1,7 @@
 """Records the experts to which the routers of a mixture of experts send each token (`ngym/routed_experts.py`).
 
-A router is a module whose class is named `...TopKRouter`, as in Qwen3-MoE, gpt-oss and Mixtral: it returns logits,
-scores and the numbers of the chosen experts. Families that choose in their block, such as DeepSeek and GLM, are refused.
+A router is a module whose class has "Router" in its name, with its numbers of experts (`num_experts`, `top_k`): it
+returns logits, scores and the numbers of the chosen experts. Families that choose elsewhere are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ngym.routed_experts import ExpertRows
 from .batch import Row, RowExperts
 from .prefix_cache import PrefixMatch
 
-ROUTER = "TopKRouter"
 LAYER = re.compile(r"\.(\d+)\.")  # the first number in a module's name, as in vLLM
 ONE_BYTE = 256  # experts
 
@@ -50,7 +49,7 @@ class ExpertRecorder:
         self._none = ExpertRows(config.num_hidden_layers, next(iter(counts))[1][-1], dtype)
 
     def _keep(self, layer: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._of_layer[layer] = output[-1]
+        self._of_layer[layer] = next((one for one in output if one.dtype == torch.long), output[0])
 
     def after_prefill(self, rows: Sequence[Row], places: Sequence[int], prefixes: Mapping[int, PrefixMatch]) -> None:
         """Add the experts of each row's ids but the last.
@@ -103,7 +102,7 @@ def _routers(network: nn.Module, family: str) -> dict[int, nn.Module]:
         if (match := LAYER.search(name)) is None:
             continue
         layer = int(match[1])
-        if type(module).__name__.endswith(ROUTER):
+        if "Router" in type(module).__name__ and all(hasattr(module, size) for size in ("num_experts", "top_k")):
             routers[layer] = module
         if name.endswith(".experts"):
             with_experts.add(layer)

@@ -48,6 +48,7 @@ FAMILIES: dict[str, Json] = {
         "first_k_dense_replace": 0,
     },
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "head_dim": 16},
     "qwen3": {"head_dim": 16},
 }
 
@@ -107,8 +108,12 @@ def experts_of(folder: Path, ids: list[int]) -> torch.Tensor:
     chosen: dict[int, torch.Tensor] = {}
     for layer, block in enumerate(model.model.layers):
         for module in block.modules():
-            if type(module).__name__.endswith("TopKRouter"):
-                module.register_forward_hook(lambda *call, layer=layer: chosen.update({layer: call[-1][2]}))
+            if type(module).__name__.lower().endswith("topkrouter"):
+                module.register_forward_hook(
+                    lambda *call, layer=layer: chosen.update(
+                        {layer: next(o for o in call[-1] if o.dtype == torch.long)}
+                    )
+                )
     with torch.inference_mode():
         model(input_ids=torch.tensor([ids]))
     empty = torch.zeros_like(next(iter(chosen.values())))
@@ -136,7 +141,7 @@ async def at_once(engine: Any, requests: int) -> AsyncIterator[None]:
     await engine._run(engine._unpause)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral", "qwen3_next", "glm4_moe", "granitemoe"])
 async def test_answers_of_a_batch_have_the_experts_of_each_alone(tmp_path: Path, checkpoint: Path, name: str) -> None:
     """Rows join and leave: the answers have different lengths, and there are more of them than places."""
     model = family(tmp_path, checkpoint, name)
@@ -215,8 +220,7 @@ async def test_after_a_push_tokens_keep_the_experts_that_sampled_them(folder: Pa
     ("name", "reason"),
     [
         ("qwen3", "the model has no experts; leave out this option"),
-        ("glm4_moe", "the routers of the family 'glm4_moe' cannot be recorded here"),
-        ("granitemoe", "the routers of the family 'granitemoe' cannot be recorded here"),
+        ("llama4_text", "the routers of the family 'llama4_text' cannot be recorded here"),
     ],
 )
 async def test_a_model_without_routers_that_can_be_recorded_is_refused(
@@ -278,6 +282,7 @@ async def test_a_captured_conversation_is_one_segment_with_the_experts_of_its_to
             reply = await client.post("/rollouts/r/v1/responses", json=body)
             lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
             answer = json.loads(lines[-1])["response"] if is_streamed else reply.json()
+            assert "routed_experts" not in answer["ng"]
             items += [*answer["output"], {"role": "user", "content": "what is 1 + 1?"}]
         [segment] = (await client.get("/rollouts/r/segments")).json()["segments"]
     ids = segment["token_ids"]

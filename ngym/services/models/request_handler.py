@@ -475,7 +475,7 @@ class RequestHandler:
                 async for given in events:
                     event = checked_event(given, self._back_end.native, active.native, options.model)
                     whole.take(event)
-                    written = writer.encode(converter.take(event))
+                    written = writer.encode(converter.take(_without_experts(event, active)))
                     if whole.answer is not None:
                         last_parts.append(written)
                     elif written:
@@ -510,8 +510,20 @@ class RequestHandler:
             usage = answer.get("usage")
             native_usage = usage if self._back_end.native == "responses" else usage_from_chat(usage)
             self._captures.keep(active.question, answer, tokens, native_usage)
-            if tokens.experts is not None:  # the segments have them, and they are larger than the answer
-                answer["ng"] = {name: value for name, value in answer["ng"].items() if name != ROUTED_EXPERTS}
+            answer.update(_without_experts(answer, active))
+
+
+def _without_experts(native: Json, active: ActiveCall) -> Json:
+    """A native answer, chunk or event without the experts, if the call is captured: the segments have them, and they are
+    larger than the answer.
+    """
+    if active.question is None:
+        return native
+    if "response" in native:
+        return native | {"response": _without_experts(native["response"], active)}
+    if ROUTED_EXPERTS not in (native.get("ng") or ()):
+        return native
+    return native | {"ng": {name: value for name, value in native["ng"].items() if name != ROUTED_EXPERTS}}
 
 
 def rollout_of(request: Request) -> str | None:
