@@ -56,7 +56,7 @@ def replay_routing(network: PreTrainedModel) -> Routers:
         router.replayed = None
         if not _follows(router):
             raise ConfigError(
-                f"algorithm.routing_replay: the routers of {kind} do not choose by top-k; set it to false"
+                f"algorithm.routing_replay: the routers of {kind} cannot be replayed; set it to false"
             )
         layer = decoder.get_submodule(place[0])
         layer.register_forward_pre_hook(partial(_give, int(place[1]), router), with_kwargs=True)
@@ -114,6 +114,8 @@ def _follows(router: Any) -> bool:
     router.replayed = chosen_TK
     try:
         outputs = router(probe)
+    except TypeError:  # it needs more than the hidden states
+        return False
     finally:
         router.replayed = None
     return any(isinstance(one, Tensor) and torch.equal(one, chosen_TK) for one in outputs)
