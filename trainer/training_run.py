@@ -157,6 +157,8 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
     if not isinstance(policy.images, str) and (reason := _images_problem(recipe)):
         policy.images = reason
     _check_vision(recipe, policy)
+    if policy.one_by_one:
+        _check_one_by_one(job, policy.network.config.model_type)
     if policy.unused_vision:
         names = ", ".join(policy.unused_vision)
         job.say(f"model.train_vision: no image depends on these weights, which stay as they are: {names}")
@@ -177,6 +179,19 @@ def _load(job: TrainingJob) -> tuple[engine.Engine, PreTrainedTokenizerBase]:
         make_room(recipe, job.services)
         barrier()
     return engine.Engine(policy, job.launch, recipe.engine, recipe.optimizer), tokenizer
+
+
+def _check_one_by_one(job: TrainingJob, kind: str) -> None:
+    """Raise ConfigError if ranks must compute the same layers together and would have another number of sequences."""
+    options, reason = job.recipe.engine, f"{kind} has linear attention or a state space"
+    for key in ("sequence_parallel", "tensor_parallel"):
+        if getattr(options, key) > 1:
+            raise ConfigError(f"engine.{key}: {reason}, which ranks do not share; set it to 1")
+    if options.zero_stage == 3 and job.launch.ranks > 1:
+        raise ConfigError(
+            f"engine.zero_stage: {reason}, and ZeRO 3 needs as many sequences on each rank; set 0, 1 or 2"
+        )
+    job.say(f"{reason}: each sequence is computed by itself, without common prefixes")
 
 
 def _images_problem(recipe: Recipe) -> str | None:

@@ -52,6 +52,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3},
     # half of each head is rotated
     "glm4_moe": {"first_k_dense_replace": 1, "n_routed_experts": 4, "partial_rotary_factor": 0.5, **EXPERTS},
+    # the sequences of a micro-batch one after another
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **{f"linear_num_{kind}_heads": 2 for kind in ("key", "value")},
+        **{f"linear_{kind}_head_dim": 8 for kind in ("key", "value")},
+    },
 }
 
 
@@ -117,6 +123,7 @@ FUSED = {
     "granite": (True, True),
     "gemma2": (False, True),  # factors of 1 + w
     "gemma3_text": (False, True),
+    "qwen3_5_text": (False, True),
     "gpt_oss": (True, False),  # half as many cosines
     "glm4_moe": (True, True),
     "cohere": (False, False),  # a norm with a mean; neighbours are rotated

@@ -213,6 +213,23 @@ def test_muon_updates_are_nearly_orthogonal() -> None:
         assert (signs > 0).all()
 
 
+def test_muon_moves_each_matrix_of_stacked_experts_as_if_it_were_alone() -> None:
+    torch.manual_seed(0)
+    values, gradient = torch.randn(3, 6, 4), torch.randn(3, 6, 4)
+
+    def moved(parameters: list[torch.nn.Parameter], gradients: list[torch.Tensor]) -> None:
+        for parameter, each in zip(parameters, gradients, strict=True):
+            parameter.grad = each.clone()
+        group = {"params": parameters, "lr": 0.1, "muon": True, "weight_decay": 0.1}
+        optimizer.Muon([group], momentum=0.9).step()
+
+    stacked, apart = torch.nn.Parameter(values.clone()), [torch.nn.Parameter(each.clone()) for each in values]
+    moved([stacked], [gradient])
+    moved(apart, list(gradient))
+    assert not torch.allclose(stacked, values)
+    torch.testing.assert_close(stacked, torch.stack(apart))
+
+
 def test_weight_decay_spares_norms_and_muon_takes_the_matrices_only(tokenizer: PreTrainedTokenizerBase) -> None:
     policy = model.load_policy(
         recipe.ModelOptions(from_scratch=SHAPE, tokenizer="data/tiny_policy/tokenizer"), tokenizer, 0

@@ -272,9 +272,8 @@ class Engine:
         budget: tokens that a rank computes at once.
         """
         learners = self.ranks // self._group_size
-        return plan(samples, budget * self._options.sequence_parallel, learners)[
-            self.rank // self._group_size :: learners
-        ]
+        budget, shares = budget * self._options.sequence_parallel, not self.policy.one_by_one
+        return plan(samples, budget, learners, common_prefixes=shares)[self.rank // self._group_size :: learners]
 
     def scores(self, packed: MicroBatch, asks: RequestedScores) -> Scores:
         """The requested outputs for the trained tokens, at the training temperature."""

@@ -55,11 +55,13 @@ def build(network: nn.Module, options: OptimizerOptions, critic: CriticNetwork |
     matrices: list[nn.Parameter] = []
     tables: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
-    for parameter in network.parameters():
+    for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_table = id(parameter) in embeddings or parameter.dim() > 3  # convolutions, of an encoder of images
-        kind = vectors if parameter.dim() < 2 else tables if is_table else matrices
+        is_convolution = parameter.dim() > 3 or (parameter.dim() == 3 and parameter.shape[1] == 1)
+        is_table = id(parameter) in embeddings or is_convolution
+        is_vector = parameter.dim() < 2 or name.endswith("bias")  # those of experts are stacked
+        kind = vectors if is_vector else tables if is_table else matrices
         kind.append(parameter)
     muon = options.name == "muon"
     groups: list[dict[str, Any]] = [
@@ -135,7 +137,9 @@ def schedule(step: int, steps: int, options: ScheduleOptions) -> float:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, except that in groups marked `muon` a matrix moves by its orthogonalized Nesterov momentum."""
+    """AdamW, except that in groups marked `muon` a matrix moves by its orthogonalized Nesterov momentum. A weight of three
+    dimensions is a stack of matrices, one for each expert.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float, **adamw: Any) -> None:
         super().__init__(groups, **adamw)
@@ -155,17 +159,18 @@ class Muon(torch.optim.AdamW):
                 continue
             momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
             momentum.lerp_(parameter.grad, 1 - self._momentum)
-            wide = parameter.grad.lerp(momentum, self._momentum)
-            wide = wide.mT if wide.shape[0] > wide.shape[1] else wide
-            by_shape[wide.shape[0], wide.shape[1]].append((parameter, wide))
+            wide = parameter.grad.lerp(momentum, self._momentum).reshape(-1, *parameter.shape[-2:])
+            wide = wide.mT if wide.shape[1] > wide.shape[2] else wide
+            by_shape[wide.shape[1], wide.shape[2]].append((parameter, wide))
             parameter.grad = None
         for same_shape in by_shape.values():
-            updates = orthogonalise(torch.stack([wide for _, wide in same_shape]))
-            for (parameter, _), update in zip(same_shape, updates.unbind(), strict=True):
-                rows, columns = parameter.shape
+            updates = orthogonalise(torch.cat([wide for _, wide in same_shape]))
+            counts = [len(wide) for _, wide in same_shape]
+            for (parameter, _), update in zip(same_shape, updates.split(counts), strict=True):
+                rows, columns = parameter.shape[-2:]
                 rate = group["lr"] * max(1.0, rows / columns) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.mT if rows > columns else update, alpha=-rate)
+                parameter.add_((update.mT if rows > columns else update).reshape(parameter.shape), alpha=-rate)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

@@ -55,16 +55,18 @@ class MicroBatch:
     experts_TLK: Tensor | None = None
 
 
-def plan(samples: Sequence[Sample], budget: int, ranks: int = 1) -> list[list[Sample]]:
+def plan(samples: Sequence[Sample], budget: int, ranks: int = 1, *, common_prefixes: bool = True) -> list[list[Sample]]:
     """Micro-batches that compute at most `budget` tokens, a multiple of `ranks` of them; rank r takes every ranks-th
     from r.
 
     Samples with a common prefix are neighbors, and the prefix counts once. As attention may read it once for each of
     them, at most ATTENTION_SHARE * budget tokens are attended to. Every rank plans the whole batch and gets the same
     plan. A sample longer than the budget is alone; with fewer samples than ranks some micro-batches are empty.
+
+    common_prefixes: False: they are computed for each sequence.
     """
     alike = sorted(samples, key=lambda sample: sample.segments[0].prefix_ids)
-    costs = list(_costs(alike))
+    costs = list(_costs(alike)) if common_prefixes else [_Cost(*(sample.tokens,) * 3) for sample in alike]
     micro_batches = _split(alike, costs, budget)
     count = math.ceil(len(micro_batches) / ranks) * ranks
     # the smallest limit that makes no more micro-batches: they are of about equal size

@@ -48,6 +48,11 @@ class ModelRefused(ConfigError):
         self.reason = reason
 
 
+ONE_BY_ONE = "ngym_one_by_one"  # of a decoder: `TrainedNetwork.one_by_one`
+# The second follows the first in a micro-batch, and shares its prefix.
+PROBES = (Segment([1, 2, 3, 4, 8], [(1, 5)]), Segment([1, 2, 3, 6, 5, 7], [(4, 6)]))
+
+
 class CriticNetwork(nn.Module):
     """A decoder with a scalar head, and with an encoder of images if the policy reads them.
 
@@ -81,6 +86,10 @@ def read_states(
 
     images: how the network reads images, or the reason why it does not.
     """
+    if getattr(network.get_decoder(), ONE_BY_ONE, False) and len(packed.segments) > 1:
+        device = packed.token_ids_T.device
+        alone = (pack([Sample((segment,))], device) for segment in packed.segments)
+        return torch.cat([read_states(network, each, group, images) for each in alone])
     if not packed.images:
         return states(network.get_decoder(), packed, group)
     assert not isinstance(images, str), "rows with images are refused"
@@ -108,6 +117,7 @@ def unused_dropout(network: PreTrainedModel) -> dict[str, float]:
 class TrainedNetwork(nn.Module):
     """A network under training: a policy or a reward model.
 
+    one_by_one: whether the sequences of a micro-batch are computed one after another.
     critic: None if values of a policy are not needed. group: the ranks that compute each micro-batch together; None:
     this rank alone. images: how it reads images, or the reason why it does not. routers: if it replays the routing of
     rollouts. trains_vision: whether the encoder of images is trained, but for unused_vision. always_encodes: whether it
@@ -119,6 +129,8 @@ class TrainedNetwork(nn.Module):
         super().__init__()
         fuse_layers(network)
         self.network = network
+        self.one_by_one = mixes_sequences(network)
+        setattr(network.get_decoder(), ONE_BY_ONE, self.one_by_one)
         self.critic: CriticNetwork | None = None
         self.group: SequenceParallelGroup | None = None
         self.images: ImageReader | str = TEXT_ONLY
@@ -256,13 +268,26 @@ class FullDistributions(NamedTuple):
 
 
 @torch.no_grad()
+def mixes_sequences(network: PreTrainedModel) -> bool:
+    """Whether a sequence is computed in another way beside others, as by linear attention and state spaces: these carry
+    what they have read from one sequence of a micro-batch to the next.
+    """
+    decoder, device = network.get_decoder(), network.device
+    together, alone = (pack([Sample((each,)) for each in probes], device) for probes in (PROBES, PROBES[1:]))
+    expected_NH = states(decoder, alone).float()
+    actual_NH = states(decoder, together)[-len(expected_NH) :].float()
+    tolerance = 1e-4 if network.dtype == torch.float32 else 0.1
+    return not torch.allclose(actual_NH, expected_NH, rtol=0, atol=tolerance * float(expected_NH.abs().max()))
+
+
+@torch.no_grad()
 def logit_scale(network: PreTrainedModel) -> float:
     """The factor that a model applies to its head's outputs; measured, because each model family names it differently.
 
     Raises:
         ConfigError: its logits are not a multiple of them.
     """
-    probe = pack([Sample((Segment([1, 2, 3, 5, 8], [(1, 5)]),))], network.device)
+    probe = pack([Sample(PROBES[:1])], network.device)
     of_head = network.get_output_embeddings()(states(network.get_decoder(), probe))
     inputs = {"input_ids": probe.token_ids_T[None], "position_ids": probe.positions_T[None], "layout": probe.layout}
     logits = network(**inputs, use_cache=False).logits[0][probe.trained_N - 1]

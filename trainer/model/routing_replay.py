@@ -55,9 +55,7 @@ def replay_routing(network: PreTrainedModel) -> Routers:
         router.__class__ = _replaying_class(kind_of_router)
         router.replayed = None
         if not _follows(router):
-            raise ConfigError(
-                f"algorithm.routing_replay: the routers of {kind} cannot be replayed; set it to false"
-            )
+            raise ConfigError(f"algorithm.routing_replay: the routers of {kind} cannot be replayed; set it to false")
         layer = decoder.get_submodule(place[0])
         layer.register_forward_pre_hook(partial(_give, int(place[1]), router), with_kwargs=True)
     return Routers(layers, chosen, experts)
