@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from ngym.did_you_mean import nearest
 from ngym.errors import NgymError, UsageError
 from ngym.files import jsonl
-from ngym.files.atomic import file_digest, whole_folder
+from ngym.files.atomic import file_digest, sync_file, sync_folder, whole_folder
 from ngym.schema import Json
 
 from .recipe.objective import FrozenOptions, find_path
@@ -330,13 +330,19 @@ class CheckpointSaver:
         state["models"] = self._models
         if learner.rank == 0:
             state["metrics_bytes"] = self._metrics.stat().st_size
-            self._checkpoints.save(step, state, lambda folder: self._write(folder, state))
+            self._checkpoints.save(step, state, lambda folder: self._write_with_metrics(folder, state))
             self.tidy()
         else:
             self._write(Path(os.devnull), state)
         if last and step < self._steps:
             learner.broadcast(None)  # rank 0 has committed it: a launcher kills the others once one rank has ended
             raise KeyboardInterrupt
+
+    def _write_with_metrics(self, folder: Path, state: Json) -> None:
+        """The metrics are on the disk first: a checkpoint that has more of them than the file cannot be resumed."""
+        sync_file(self._metrics)
+        sync_folder(self._metrics.parent)
+        self._write(folder, state)
 
     def _write(self, folder: Path, state: Json) -> None:
         state["learner"] = self._learner.save_state(folder)

@@ -113,6 +113,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sync_file(path: Path) -> None:
+    """Sync a file, so that its content survives a power failure."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that new and renamed files survive a power failure."""
     fd = os.open(folder, os.O_RDONLY)
@@ -164,8 +170,7 @@ def _os_error(error: Exception) -> OSError | None:
 def _sync(folder: Path) -> None:
     for entry in sorted(folder.rglob("*")):
         if entry.is_file():
-            with entry.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(entry)
         else:
             sync_folder(entry)
     sync_folder(folder)

@@ -177,6 +177,24 @@ def test_metrics_that_are_damaged_are_not_cut(tmp_path: Path) -> None:
     assert [row["step"] for row in checkpoints.cut(path, checkpoint)] == [1, 2] and path.stat().st_size == 24
 
 
+def test_the_metrics_that_a_checkpoint_counts_are_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure could leave a checkpoint with more metrics than the file, which cannot be resumed."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\n')
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    seen: list[list[int]] = []
+    learner: Any = SimpleNamespace(rank=0, broadcast=lambda value: value, save=lambda *_: None)
+    learner.save_state = lambda folder: seen.append([*synced]) or {}
+    guard: Any = SimpleNamespace(is_skipping=False, skipped=0, check=lambda *_: None)
+    store = checkpoints.Checkpoints(tmp_path, checkpoints.CheckpointOptions())
+    checkpoints.CheckpointSaver(store, learner, cast(Any, None), guard, file, lambda: None, 1, 1).after(1)
+    assert seen == [[file.stat().st_ino, tmp_path.stat().st_ino]]
+    assert store.newest().state["metrics_bytes"] == 12
+
+
 def test_an_interrupted_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Killed at any moment of a save: what is there is whole."""
     script = (

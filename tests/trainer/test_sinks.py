@@ -118,6 +118,7 @@ with metrics.Metrics(folder / "metrics.jsonl", 60, True, sinks=kept) as log:
     while kept._threads[0]._written < 1: pass
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))  # as good as a disk that is full
     for step in range(2, 51): log.log(step, {"loss": 1.0})
+    assert (folder / "metrics.jsonl").read_bytes().endswith(b"}\\n")  # as a checkpoint would find it
     while kept._threads[0]._queue.qsize(): pass
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     for step in range(51, 61): log.log(step, {"loss": 1.0})

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Self
@@ -487,15 +487,21 @@ class _Rows:
     def append(self, row: bytes) -> str | None:
         """Append a row; returns a message when rows are lost, once."""
         try:
-            if self._end != self._size:
-                os.ftruncate(self._file.fileno(), self._size)  # remove the rest of a partial write
-                self._end = self._size
+            self._cut_partial_row()
             self._end += self._file.write(row)
             if self._end != self._size + len(row):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._size = self._end
         except OSError as error:
+            with suppress(OSError):  # tried again before the next row
+                self._cut_partial_row()  # a checkpoint that is written now records the length of the file
             if not self._reported:
                 self._reported = True
                 return f"{self._path}: entries are lost: {error.strerror}; training continues"
         return None
+
+    def _cut_partial_row(self) -> None:
+        """Remove the rest of a partial write."""
+        if self._end != self._size:
+            os.ftruncate(self._file.fileno(), self._size)
+            self._end = self._size
