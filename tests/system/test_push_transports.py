@@ -3,13 +3,15 @@ nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -24,6 +26,7 @@ from ngym.services.base.app import load
 from ngym.trainer.model import lora
 from ngym.trainer.model import policy as model
 from ngym.trainer.recipe import recipe
+from ngym.trainer.recipe.extensions import TransientPushError
 from ngym.trainer.weights import push, replica, transfer
 from ngym.weight_push import shared_memory
 
@@ -318,6 +321,38 @@ def test_without_a_gpu_nccl_is_refused_in_one_line() -> None:
 
 def test_the_servers_of_a_transfer_follow_the_trainer_in_one_group() -> None:
     assert transfer._offsets([2, 1, 4]) == [1, 3, 4]
+
+
+def test_a_transfer_that_a_dead_server_breaks_is_tried_again() -> None:
+    """The collective fails first, with an error of its own; the call of the server that has died follows."""
+    collective_failed = threading.Event()
+
+    def on_all(replicas: Any, call: Any) -> list[Any]:
+        assert collective_failed.wait(PATIENCE_S)
+        raise TransientPushError("http://server: connection reset")
+
+    servers = transfer.Servers([], [1], on_all, "keep")
+
+    class Sender:
+        def send(self, tensors: Weights) -> None:
+            threading.Thread(target=self.call).start()
+            collective_failed.set()
+            raise RuntimeError("connection closed by peer")
+
+        def call(self) -> None:
+            with contextlib.suppress(TransientPushError):
+                servers.update_weights({})
+
+    pushing = transfer.Transfer("nccl", on_all, "keep", PATIENCE_S)
+    pushing._servers, pushing._sender = servers, cast(Any, Sender())
+    with pytest.raises(TransientPushError, match="connection reset"):
+        pushing.push({})
+    assert pushing._servers is None, "the next attempt reconnects"
+
+
+def test_a_server_that_is_gone_before_it_connects_is_tried_again() -> None:
+    with reserved_port() as port, pytest.raises(TransientPushError, match="ConnectionRefusedError"):
+        transfer._trainer_address(f"http://127.0.0.1:{port}")
 
 
 def test_handles_of_gpu_memory_become_what_vllm_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

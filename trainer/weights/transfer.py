@@ -24,7 +24,7 @@ from ngym.schema import Json
 from ngym.weight_push.shared_memory import MAX_AT_ONCE, SharedForReader, SharedTensors, device_id, share
 
 from ..engine.distributed import in_daemon_thread
-from ..recipe.extensions import CallReplicas, Mode, PushFailed
+from ..recipe.extensions import CallReplicas, Mode, PushFailed, TransientPushError
 
 GRACE_S = 10.0
 Result = TypeVar("Result")
@@ -233,6 +233,9 @@ class Transfer:
         except NgymError:
             raise
         except Exception as error:
+            futures.wait([servers.failed], GRACE_S)  # a collective fails before the call of the server that has died
+            if servers.failed.done():
+                raise servers.failed.result() from error
             raise PushFailed(f"transport {self._backend}: {type(error).__name__}: {error}") from error
 
 
@@ -242,8 +245,11 @@ def _offsets(workers: Sequence[int]) -> list[int]:
 
 
 def _trainer_address(url: str) -> str:
-    """The trainer's address in the network of that server."""
+    """The trainer's address in the network of that server. Raises TransientPushError if it cannot be reached."""
     place = urlsplit(url)
-    with socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), timeout=10) as connection:
-        address: str = connection.getsockname()[0]
-        return address
+    try:
+        with socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), timeout=10) as connection:
+            address: str = connection.getsockname()[0]
+            return address
+    except OSError as error:
+        raise TransientPushError(f"{url}: {type(error).__name__}: {error}") from error
