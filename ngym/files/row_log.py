@@ -1,4 +1,6 @@
-"""An append-only JSONL file with one writer: rows are durable, a torn last line and duplicate rows are dropped."""
+"""Append-only JSONL files with one writer. `RowLog`: rows are durable, a torn last line and duplicate rows are dropped.
+`LossyRowLog`: a full disk loses rows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
+from typing import Self
 
 from ngym.errors import NgymError, UsageError
 from ngym.files.atomic import WriteFailed, open_locked, sync_folder
@@ -261,6 +264,44 @@ class RowLog:
         sync_folder(self.path.parent)
         os.close(self._fd)
         self._fd, self._size = new_fd, os.fstat(new_fd).st_size
+
+
+class LossyRowLog:
+    """A file to which a training run appends each row whole or not at all; a full disk loses rows, and the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reported = False
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._end = os.fstat(self._file.fileno()).st_size
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, row: bytes) -> str | None:
+        """Append a row; returns a message when rows are lost, once."""
+        try:
+            self._cut_partial_row()
+            self._end += self._file.write(row)
+            if self._end != self._size + len(row):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size = self._end
+        except OSError as error:
+            with contextlib.suppress(OSError):  # tried again before the next row
+                self._cut_partial_row()  # a checkpoint that is written now records the length of the file
+            if not self._reported:
+                self._reported = True
+                return f"{self._path}: entries are lost: {error.strerror}; training continues"
+        return None
+
+    def _cut_partial_row(self) -> None:
+        """Remove the rest of a partial write."""
+        if self._end != self._size:
+            os.ftruncate(self._file.fileno(), self._size)
+            self._end = self._size
 
 
 def _copy(source: int, target: int, start: int, end: int) -> None:

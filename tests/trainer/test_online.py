@@ -24,7 +24,7 @@ from ngym.peers import Peers
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
 from ngym.trainer.model import policy as model
-from ngym.trainer.online import rollout_stream, services, task_sampler
+from ngym.trainer.online import live_batches, rollout_stream, services, task_sampler
 from ngym.trainer.recipe import recipe, rollout_options
 from ngym.trainer.weights import push
 from ngym.trainer.weights import weight_sync as publish
@@ -140,6 +140,14 @@ def test_the_advantages_of_a_step_are_recorded_by_rollout(finished: tuple[Path, 
             assert [one for _, one in sorted(group)] == sorted(one for _, one in group)
             assert sum(one for _, one in group) == pytest.approx(0, abs=1e-3)
     assert any(entry["advantages"] for entry in steps)
+
+
+def test_a_full_disk_loses_advantages_and_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "advantages.jsonl").symlink_to("/dev/full")
+    log = live_batches.AdvantageLog(tmp_path / "advantages.jsonl")
+    assert "entries are lost: No space left on device; training continues" in (log.append(1, []) or "")
+    assert log.append(2, []) is None, "it was said once"
+    log.close()
 
 
 def test_what_a_restarted_server_sampled_is_left_out_and_it_gets_the_weights_again(

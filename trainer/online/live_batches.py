@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 
 from ngym.errors import UsageError
+from ngym.files.row_log import LossyRowLog
 from ngym.runtime.event_loop import run_endlessly
 from ngym.schema import Json
 
@@ -48,6 +51,29 @@ if TYPE_CHECKING:
     from ..evaluation.live_eval import Evaluation
 
 Result = TypeVar("Result")
+
+
+class AdvantageLog:
+    """The mean advantage of each trained rollout, for the viewer: a line for each step. An algorithm of the user's may
+    compute none. A resumed run repeats steps, and the last line of a step counts.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._exit = ExitStack()
+        self._rows = self._exit.enter_context(LossyRowLog(file))
+
+    def append(self, step: int, samples: Sequence[Sample]) -> str | None:
+        """Append a step; returns a message when lines are lost, once."""
+        rollouts = [rollout for rollout in samples if isinstance(rollout, RolloutSample)]
+        advantages = {
+            rollout.id: list(chain.from_iterable(segment.advantages or () for segment in rollout.segments))
+            for rollout in rollouts
+        }
+        means = {name: round(fmean(values), 6) for name, values in advantages.items() if values}
+        return self._rows.append(orjson.dumps({"step": step, "advantages": means}) + b"\n")
+
+    def close(self) -> None:
+        self._exit.close()
 
 
 class LiveBatches:
@@ -85,6 +111,7 @@ class LiveBatches:
         self._tasks = TaskSource(recipe.live, recipe.seed, self._fields, engine.policy.images) if services else None
         self._stream: RolloutStream | None = None
         self._membership_watch: asyncio.Task[None] | None = None
+        self._advantages: AdvantageLog | None = None
         self._recorded_count = 0
 
     def check(self, state: Json | None) -> None:
@@ -95,6 +122,7 @@ class LiveBatches:
     def open(self, state: Json | None) -> int:
         """Begin, or continue from a `state()`; returns how many earlier rollouts need not be collected again."""
         if self._services is not None:
+            self._advantages = AdvantageLog(self._recipe.output / ADVANTAGES)
             self._recorded_count = self._services.call(self._open(self._services, state))
         if state is not None:
             self._weight_sync.version = state["version"]
@@ -107,6 +135,8 @@ class LiveBatches:
 
     def close(self) -> None:
         """Close the stream; everything it collected is then on the disk."""
+        if self._advantages is not None:
+            self._advantages.close()
         if self._services is not None and self._stream is not None:
             self._services.call(self._close_stream(self._stream))
 
@@ -138,7 +168,8 @@ class LiveBatches:
                 say(
                     f"step {step + 1}: {unfit:,} rollouts {TOO_LONG}: they train nothing (teacher_too_long in the metrics)"
                 )
-            self._record(step + 1, samples)
+            if self._advantages is not None and (lost := self._advantages.append(step + 1, samples)):
+                say(lost)
             times = {
                 "time/weight_sync": sync_s,
                 "time/generation": collected_at - began,
@@ -160,21 +191,6 @@ class LiveBatches:
         drops = options.shaping.drop_truncated
         trainable = sum(rollout.trained > 0 and not (drops and rollout.truncated) for rollout in result.rollouts)
         return trainable - len(samples)
-
-    def _record(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append the mean advantage of each trained rollout, for the viewer; a resumed run repeats steps, and the last line
-        of a step counts. An algorithm of the user's may compute none.
-        """
-        if self._services is None:
-            return
-        rollouts = [rollout for rollout in samples if isinstance(rollout, RolloutSample)]
-        advantages = {
-            rollout.id: list(chain.from_iterable(segment.advantages or () for segment in rollout.segments))
-            for rollout in rollouts
-        }
-        means = {name: round(fmean(values), 6) for name, values in advantages.items() if values}
-        with (self._recipe.output / ADVANTAGES).open("ab") as file:
-            file.write(orjson.dumps({"step": step, "advantages": means}) + b"\n")
 
     async def _open(self, services: Services, state: Json | None) -> int:
         assert self._tasks is not None

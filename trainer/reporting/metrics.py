@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Self
 
 import orjson
 
+from ngym.files.row_log import LossyRowLog
 from ngym.runtime.live_region import (
     SHORTEST_BAR,
     Screen,
@@ -433,7 +433,7 @@ class Metrics:
 
     def __enter__(self) -> Self:
         alone = read_launch().ranks == 1
-        self._rows = self._stack.enter_context(_Rows(self._path))
+        self._rows = self._stack.enter_context(LossyRowLog(self._path))
         self._display = self._stack.enter_context(display(self._steps, self.history, self._shown, alone))
         self._stack.callback(self._close_sinks)
         return self
@@ -467,41 +467,3 @@ class Metrics:
     def _close_sinks(self) -> None:
         for line in self._sinks.close():
             self.say(line)
-
-
-class _Rows:
-    """A file to which each row is appended whole or not at all; a full disk loses rows but does not end the run."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._reported = False
-
-    def __enter__(self) -> Self:
-        self._file = self._path.open("ab", buffering=0)
-        self._size = self._end = os.fstat(self._file.fileno()).st_size
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def append(self, row: bytes) -> str | None:
-        """Append a row; returns a message when rows are lost, once."""
-        try:
-            self._cut_partial_row()
-            self._end += self._file.write(row)
-            if self._end != self._size + len(row):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._size = self._end
-        except OSError as error:
-            with suppress(OSError):  # tried again before the next row
-                self._cut_partial_row()  # a checkpoint that is written now records the length of the file
-            if not self._reported:
-                self._reported = True
-                return f"{self._path}: entries are lost: {error.strerror}; training continues"
-        return None
-
-    def _cut_partial_row(self) -> None:
-        """Remove the rest of a partial write."""
-        if self._end != self._size:
-            os.ftruncate(self._file.fileno(), self._size)
-            self._end = self._size
