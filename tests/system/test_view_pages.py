@@ -69,6 +69,15 @@ PACKED = """async (rows) => {
     return (await api.tasks('r1', { limit: 100 })).rows;
 }"""
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+DRAWN_IMAGES = """async (urls) => {
+    const { conversation } = await import('/static/conversation.js');
+    const content = urls.map((url) => ({ type: 'input_image', image_url: url }));
+    const drawn = conversation({ responses_create_params: { input: [{ role: 'user', content }] } });
+    await Promise.all([...drawn.querySelectorAll('img')].map((img) => img.decode()));
+    return [...drawn.querySelectorAll('.said-image, .image-name')].map((node) => node.src ?? node.textContent);
+}"""
+
 
 @pytest.fixture(scope="module")
 def web_viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
@@ -132,6 +141,21 @@ def test_markup_of_an_answer_is_text_and_its_addresses_are_neither_fetched_nor_l
     playwright.expect(text).to_contain_text("image elsewhere, not fetched: https://elsewhere.example/x.png")
     assert text.locator("a, img, script, [href], [src], [style]").count() == 0
     assert "owned" not in page.title()
+
+
+def test_an_image_in_the_row_is_shown_whatever_the_case_and_the_alias_of_its_type(
+    page: Page, web_viewer: Viewer
+) -> None:
+    go(page, web_viewer)
+    shown = [f"data:image/{kind};base64,{PNG}" for kind in ("png", "PNG", "jpg", "jpeg")]
+    shown.append(f"DATA:image/png;BASE64,{PNG}")
+    named = ["data:image/bmp;base64,Qk0=", "https://elsewhere.example/x.png"]
+    drawn = page.evaluate(DRAWN_IMAGES, shown + named)
+    assert [url.lower() for url in drawn[: len(shown)]] == [url.lower() for url in shown]
+    assert drawn[len(shown) :] == [
+        f"image in the row, not displayed: {named[0]}",
+        f"image elsewhere, not fetched: {named[1]}",
+    ]
 
 
 def test_formulas_become_mathml_and_what_cannot_be_read_stays_as_it_is(page: Page, web_viewer: Viewer) -> None:

@@ -80,8 +80,9 @@ function partBody(part, drawText) {
 
 /** An image that is in the row is shown; one that is elsewhere is named, never fetched. */
 function imageBody(url) {
-  if (/^data:image\/(png|jpeg|gif|webp);base64,/.test(url)) return el("img", { class: "said-image", src: url, alt: "image in the row" });
-  return el("div", { class: "image-name" }, imageIcon(), safeText(`image elsewhere, not fetched: ${url.slice(0, 300) || "(no address)"}`));
+  if (/^data:image\/(png|jpe?g|gif|webp);base64,/i.test(url)) return el("img", { class: "said-image", src: url, alt: "image in the row" });
+  const reason = /^data:/i.test(url) ? "image in the row, not displayed" : "image elsewhere, not fetched";
+  return el("div", { class: "image-name" }, imageIcon(), safeText(`${reason}: ${url.slice(0, 300) || "(no address)"}`));
 }
 
 function reasoningBody({ text }, drawText) {
