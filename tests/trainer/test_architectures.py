@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from compiled import needs_compiler
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ngym.errors import ConfigError
-from ngym.trainer import loop
+from ngym.trainer import loop, training_run
 from ngym.trainer.algorithms import sft
 from ngym.trainer.data import samples
 from ngym.trainer.engine import engine
@@ -110,6 +112,30 @@ def test_a_packed_batch_has_the_logprobs_and_gradients_of_hugging_faces_own_forw
     assert any(name.endswith("sinks") for name in own) == (family == "gpt_oss")
     for name, parameter in reference.named_parameters():
         assert torch.allclose(own[name].grad, parameter.grad, atol=5e-4, rtol=1e-3), name
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "problem"),
+    [
+        ({"sequence_parallel": 2}, 2, "engine.sequence_parallel: "),
+        ({"zero_stage": 1, "tensor_parallel": 2}, 2, "engine.tensor_parallel: "),
+        ({"zero_stage": 3}, 2, "engine.zero_stage: "),
+        ({"zero_stage": 3}, 1, None),
+        ({"zero_stage": 2}, 2, None),
+    ],
+)
+def test_ranks_that_run_the_same_layers_are_refused_where_sequences_are_computed_one_by_one(
+    options: dict[str, Any], ranks: int, problem: str | None
+) -> None:
+    lines: list[str] = []
+    job: Any = SimpleNamespace(
+        recipe=SimpleNamespace(engine=recipe.EngineOptions(**options)),
+        launch=recipe.Launch(rank=0, local_rank=0, ranks=ranks),
+        say=lines.append,
+    )
+    with pytest.raises(ConfigError, match=f"^{problem}") if problem else nullcontext():
+        training_run._check_one_by_one(job, "qwen3_5_text")
+    assert bool(lines) == (problem is None)
 
 
 # Of each family, whether its norms and its rotary embedding are those that `fuse_layers` replaces.
