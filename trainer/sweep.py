@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -91,6 +91,7 @@ def run_command(command: Sequence[str], log: Path, warning: TimeWarning | None =
     It runs in a separate process group, so that Ctrl-C reaches it once, through us, with all its child processes.
     SWEEP in its environment is the folder of the log.
     """
+    log.write_bytes(b"")  # one that cannot be made ends the sweep here, and not its reader later
     process: subprocess.Popen[bytes] | None = None
     reader: threading.Thread | None = None
     last = [""]
@@ -141,12 +142,24 @@ def _stop_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def _copy(stream: IO[bytes], log: Path, last: list[str]) -> None:
-    with log.open("wb") as file:
+    """Copy the output of a run to its log and to standard output. It is read to its end, also if one of these cannot be
+    written: without a reader, the run would wait forever.
+    """
+    with log.open("wb", buffering=0) as file:
+        places: dict[str, Callable[[bytes], object]] = {str(log): file.write, "standard output": _print}
         for raw in stream:
-            file.write(raw)
-            line = raw.decode(errors="replace")
-            print(line, end="", flush=True)
-            last[0] = line.strip() or last[0]
+            for name, write in [*places.items()]:
+                try:
+                    write(raw)
+                except OSError as error:
+                    del places[name]
+                    with suppress(OSError):
+                        print(f"{name}: the run's output is lost: {error.strerror}", file=sys.stderr, flush=True)
+            last[0] = raw.decode(errors="replace").strip() or last[0]
+
+
+def _print(line: bytes) -> None:
+    print(line.decode(errors="replace"), end="", flush=True)
 
 
 class SweepOutcome(NamedTuple):

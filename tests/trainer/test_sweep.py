@@ -109,6 +109,28 @@ def test_a_run_knows_the_folder_of_its_sweep(tmp_path: Path) -> None:
     assert ended == (0, str(tmp_path))
 
 
+def test_a_run_whose_output_cannot_be_kept_or_shown_ends(tmp_path: Path) -> None:
+    """Nothing read its output after the first line, and it waited for a reader once the pipe was full."""
+    (tmp_path / "full.log").symlink_to("/dev/full")
+    prints = "for n in range(3000): print(str(n) * 100)"
+    program = (
+        "import sys; from pathlib import Path; from ngym.trainer import sweep\n"
+        f"sweep.run_command([sys.executable, '-c', {prints!r}], Path(sys.argv[1]))\n"
+    )
+    for name, closed in (("full.log", False), ("run.log", True)):
+        command = [sys.executable, "-c", program, str(tmp_path / name)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stderr is not None
+            first = process.stdout.readline()
+            shown = b"" if closed else process.stdout.read()
+            process.stdout.close()
+            said = process.stderr.read().decode()
+        assert first.startswith(b"0000") and (closed or shown.endswith(b"2999\n"))
+        place = "standard output" if closed else str(tmp_path / name)
+        assert said.splitlines()[0].startswith(f"{place}: the run's output is lost: "), said
+    assert (tmp_path / "run.log").read_text().endswith("2999\n")
+
+
 def test_a_dry_run_lists_the_runs_and_writes_nothing(here: Path) -> None:
     words = ["sft.yaml", "output=swept", "--sweep", "optimizer.lr=1e-3,4e-3", "--sweep", "seed=0,1", "--dry-run"]
     result = CliRunner().invoke(main, words)
