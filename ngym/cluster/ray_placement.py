@@ -133,11 +133,18 @@ class RayProcess:
             self.exit_code.set_result(code)
 
     async def _copy(self, log: int) -> None:
-        """Copy the output into the head's log of this service."""
+        """Copy the output into the head's log of this service. It is read to its end, also if it cannot be written (a full
+        disk, a closed terminal): without a reader, the process would wait forever.
+        """
+        can_write = True
         try:
             with suppress(RayError), os.fdopen(log, "wb", buffering=0) as file:
                 while chunk := await self._host.output.remote():
-                    await asyncio.to_thread(file.write, chunk)  # the pipe's reader is on this event loop
+                    try:
+                        if can_write:
+                            await asyncio.to_thread(file.write, chunk)  # the pipe's reader is on this event loop
+                    except OSError:
+                        can_write = False
         except (OSError, asyncio.CancelledError):
             return
 

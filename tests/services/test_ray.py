@@ -265,6 +265,23 @@ async def test_the_last_lines_of_a_process_are_copied_after_its_end(tmp_path: Pa
     assert log.read_text() == "Traceback\nRuntimeError: the reason\n"
 
 
+async def test_output_that_cannot_be_written_is_still_read() -> None:
+    """Without a reader, the process would wait as soon as its pipe was full."""
+    chunks = [b"step 1\n", b"step 2\n", b""]
+
+    async def output() -> bytes:
+        return chunks.pop(0)
+
+    async def exit_code() -> int:
+        await until(lambda: not chunks)
+        return 0
+
+    host = SimpleNamespace(output=SimpleNamespace(remote=output), exit_code=SimpleNamespace(remote=exit_code))
+    process = RayProcess(host, 1, os.open("/dev/full", os.O_WRONLY))
+    assert await process.exit_code == 0
+    await process.drain()
+
+
 @pytest.mark.soak
 def test_ranks_start_again_from_the_last_checkpoint_when_one_is_lost(nodes: Nodes, tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
