@@ -92,8 +92,8 @@ def script(folder: Path, name: str, text: str) -> None:
 @pytest.mark.process  # nvidia-smi
 def test_a_service_whose_function_is_refused_is_named_with_its_line(tmp_path: Path) -> None:
     app = tmp_path / "app.py"
-    app.write_text("from ngym import agent\napp = agent(respond=print)\n", "utf-8")
-    with pytest.raises(ConfigError, match=r"app\.py:2: print: write `async def respond\(request, rollout\)`"):
+    app.write_text("from ngym import agent\napp = agent(respond=abs)\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"app\.py:2: abs: write `async def respond\(request, rollout\)`"):
         load_file(app)
 
 
