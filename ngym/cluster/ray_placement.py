@@ -133,8 +133,8 @@ class RayProcess:
             self.exit_code.set_result(code)
 
     async def _copy(self, log: int) -> None:
-        """Copy the output into the head's log of this service. It is read to its end, also if it cannot be written (a full
-        disk, a closed terminal): without a reader, the process would wait forever.
+        """Copy the output into the head's log of this service. It is read to its end, also after the log was closed: without
+        a reader, the process would wait forever.
         """
         can_write = True
         try:

@@ -1,12 +1,11 @@
-"""One service process: started on bound sockets, watched, restarted when it exits; and its log."""
+"""One service process: started on bound sockets, watched, restarted when it exits."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import itertools
-import os
+import logging
 import signal
 import socket
 import time
@@ -22,128 +21,11 @@ from ngym.net.keepalive import enable_keepalive
 from ngym.runtime.live_region import sanitize
 from ngym.schema import Kind
 from ngym.supervise.head_file import health
+from ngym.supervise.service_log import KEPT_LINES, SHOWN_LINES, ServiceLog
 from ngym.supervise.venvs import Venv, find_uv, make
-from ngym.telemetry.log_format import REFUSED, STATUS_PREFIX, Redactor, from_text, is_json, to_text
+from ngym.telemetry.log_format import Redactor
 
-KEPT_LINES = 200
-MAX_LINE_BYTES = 64 << 10
-MAX_FILE_BYTES = 64 << 20
-DRAIN_S = 0.5
-
-
-class ServiceLog:
-    """One service's log over all its restarts; `open` returns the descriptor for the next process.
-
-    redact: removes secrets from a line. wrap_as: the service's name, if every line must be a JSON object, including
-    lines that are just printed.
-    """
-
-    def __init__(
-        self, path: Path, on_status: Callable[[str], None], redact: Callable[[bytes], bytes], wrap_as: str | None = None
-    ) -> None:
-        self.path = path
-        self._wrap_as = wrap_as
-        self._redact = redact
-        self._on_status = on_status
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._has_reason = False
-        self._readers: set[asyncio.Task[None]] = set()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb", buffering=0)
-
-    def open(self) -> int:
-        """A descriptor for the next process to write to; it is read until its last writer is gone."""
-        self._lines.clear()
-        self._has_reason = False
-        read, write = os.pipe()
-        task = asyncio.get_running_loop().create_task(self._read(read))
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
-        return write
-
-    def tail(self, count: int) -> list[str]:
-        """The last lines of the current process, oldest first, with control characters made visible for display."""
-        return list(map(sanitize, list(self._lines)[-count:]))
-
-    @property
-    def reason(self) -> str:
-        """The reason why the process ended, in its own words, as one line; empty if it gave none."""
-        return " ".join(self.tail(SHOWN_LINES)) if self._has_reason else ""
-
-    async def drain(self) -> None:
-        """Wait until everything that a dead process wrote has been read."""
-        if self._readers:
-            await asyncio.wait(self._readers, timeout=DRAIN_S)
-
-    async def close(self) -> None:
-        await self.drain()
-        for task in self._readers:
-            task.cancel()
-        self._file.close()
-
-    async def _read(self, fd: int) -> None:
-        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
-        pipe = os.fdopen(fd, "rb", buffering=0)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
-        rest = b""
-        try:
-            while chunk := await reader.read(MAX_LINE_BYTES):
-                *lines, rest = (rest + chunk).split(b"\n")
-                if len(rest) > MAX_LINE_BYTES:  # too long for one line; the rest continues in the next one
-                    lines, rest = [*lines, rest], b""
-                if lines:
-                    self._take_lines(self._redact(b"\n".join(lines)) + b"\n")
-            if rest:
-                self._take_lines(self._redact(rest))
-        finally:
-            transport.close()
-
-    def _take_lines(self, lines: bytes) -> None:
-        if self._wrap_as is not None:
-            lines = b"".join(self._wrap(line) for line in lines.removesuffix(b"\n").split(b"\n"))
-        self._write(lines)
-        for line in lines.removesuffix(b"\n").split(b"\n"):
-            self._keep(line)
-
-    def _wrap(self, line: bytes) -> bytes:
-        text = line.decode(errors="replace").rstrip("\r")
-        if not is_json(text):
-            text = from_text(text, self._wrap_as or "")
-        return text.encode() + b"\n"
-
-    def _write(self, chunk: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the services
-            if self._file.tell() > MAX_FILE_BYTES:
-                self._rotate()
-        with contextlib.suppress(OSError):
-            self._file.write(chunk)
-
-    def _rotate(self) -> None:
-        replacement = self.path.with_suffix(".log.new")
-        empty = replacement.open("wb", buffering=0)
-        try:
-            self.path.replace(self.path.with_suffix(".log.1"))
-            replacement.replace(self.path)
-        except OSError:
-            empty.close()
-            raise
-        full, self._file = self._file, empty
-        full.close()
-
-    def _keep(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r")
-        if self._wrap_as is not None:
-            text = to_text(text)
-        if text == f"{STATUS_PREFIX}{REFUSED}":
-            self._lines.clear()
-            self._has_reason = True
-            return
-        if text.startswith(STATUS_PREFIX):
-            self._on_status(text[len(STATUS_PREFIX) :])
-            return
-        self._lines.append(text)
-
+logger = logging.getLogger("ngym.supervise")
 
 BACKLOG = 4096
 LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -153,7 +35,6 @@ EXIT_REFUSED = 69  # EX_UNAVAILABLE: what it needs is missing, such as a package
 EXIT_LOST = 256  # no exit code: the process is gone with its node
 STABLE_S = 30.0  # a process that is ready for this many seconds resets the count of deaths
 MAX_DEATHS_A_MINUTE = 15  # of a service that becomes ready and dies again each time
-SHOWN_LINES = 20
 PROBE_TIMEOUT_S = 5.0
 LATE_PROBES = 3  # in a row without an answer in time, until a service that was ready is not: an engine may be busy
 STARTING_GRACE_S = 0.5
@@ -459,21 +340,25 @@ class ServiceProcess(PolledReplica):
         """
         try:
             await self._run_with_restarts()
-        except NgymError as error:
+        except Exception as error:
             is_spared = self._spares == "failures" or (self._spares == "refusals" and isinstance(error, ServiceRefused))
             if not is_spared:
                 raise
-            self.given_up = error
-            reason = (
-                str(error).rpartition("\n")[2] if isinstance(error, ServiceRefused) else str(error).partition("\n")[0]
-            )
-            if self._child is not None:  # one that was not ready in time would keep its memory, and take calls
-                await _kill(self._child)
-            self.change(status="failed", detail=reason, pid=None)
-            await self._place.stop_listening()  # callers are refused at once
-            self._on_given_up(self.state)
-            self.ready.set()  # the start of the run does not wait for it
+            if not isinstance(error, NgymError):
+                logger.exception("service %r: an unexpected error", self.state.label)
+                error = ServiceFailed(f"{type(error).__name__}: {error}")
+            await self._give_up(error)
             await asyncio.Event().wait()
+
+    async def _give_up(self, error: NgymError) -> None:
+        self.given_up = error
+        reason = str(error).rpartition("\n")[2] if isinstance(error, ServiceRefused) else str(error).partition("\n")[0]
+        if self._child is not None:  # one that was not ready in time would keep its memory, and take calls
+            await _kill(self._child)
+        self.change(status="failed", detail=reason, pid=None)
+        await self._place.stop_listening()  # callers are refused at once
+        self._on_given_up(self.state)
+        self.ready.set()  # the start of the run does not wait for it
 
     async def _run_with_restarts(self) -> None:
         python = await self._own_python()

@@ -17,7 +17,6 @@ from ngym.config.shipped_files import app_file
 from ngym.errors import ConfigError
 from ngym.net.auth import ADMIN_TOKEN, RUN_TOKEN, is_loopback, new_token, token_from
 from ngym.peers import FOLLOW_S, Peers, given_up
-from ngym.runtime.event_loop import log_error
 from ngym.schema import Kind
 from ngym.supervise.head import Head
 from ngym.supervise.head_file import HeadFile, RunningHead
@@ -256,7 +255,6 @@ class Supervisor:
         process = self._process(stanza, state, place, "failures", at_new_address=True)  # the run continues without it
         self._watched.append(process)
         task = asyncio.create_task(process.run(), name=f"the watch of {state.label}")
-        task.add_done_callback(log_error)
         self._grown[process] = (place, task)
 
     async def _shrink(self, process: ServiceProcess) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from ngym.peers import Peers
 from ngym.remote.rate_limiter import ConcurrencyLimiter
 from ngym.sandbox import LocalSandbox, confinement
 from ngym.schema import IDEMPOTENCY_HEADER
-from ngym.supervise.service import ServiceLog
+from ngym.supervise.service_log import ServiceLog
 from ngym.workers import WorkerPool
 
 CAPTURED = {
@@ -249,7 +250,7 @@ async def test_a_waiting_caller_learns_of_a_pause_that_is_too_long() -> None:
 async def test_a_log_that_could_not_be_rotated_once_is_written_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ngym.supervise.service.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("ngym.supervise.service_log.MAX_FILE_BYTES", 1000)
     log = ServiceLog(tmp_path / "one.log", lambda text: None, lambda line: line)
     (tmp_path / "one.log.new").mkdir()  # nothing can be opened there
     fd = log.open()
@@ -262,6 +263,29 @@ async def test_a_log_that_could_not_be_rotated_once_is_written_on(
     os.write(fd, b"later\n")
     await until(lambda: log.tail(1) == ["later"])
     assert (tmp_path / "one.log").read_bytes() == b"later\n" and (tmp_path / "one.log.1").stat().st_size > 2400
+    os.close(fd)
+    await log.close()
+
+
+async def test_a_log_on_a_full_disk_says_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The limit of the size of files stands for the disk: a write fails after a part of it was written."""
+    path = tmp_path / "one.log"
+    log = ServiceLog(path, lambda text: None, lambda line: line)
+    fd = log.open()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        for number in range(3):
+            os.write(fd, b"line %d\n" % number)
+            await until(lambda number=number: log.tail(1) == [f"line {number}"])  # type: ignore[misc]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"line 0\nlin"
+    assert caplog.messages == [f"{path}: output is lost (File too large); the service continues"]
+    os.write(fd, b"line 3\n")
+    await until(lambda: log.tail(1) == ["line 3"])
+    note = b"11 bytes of output are missing here: this file could not be written"
+    assert path.read_bytes() == b"line 0\nlin\n" + note + b"\nline 3\n"
     os.close(fd)
     await log.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from ngym.runtime.cpu_threads import usable_cores
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, health, http_get
 from ngym.supervise.service import STABLE_S, CrashCounter, ReplicaState, ServiceFailed, ServiceRefused
+from ngym.supervise.service_log import ServiceLog
 from ngym.supervise.supervisor import Supervisor
 from ngym.supervise.zygote_client import ZygoteGone, receive, send
 from ngym.telemetry.log_format import REDACTED, redact, secrets_in
@@ -781,6 +783,15 @@ async def test_a_model_grows_again_after_a_replica_that_could_not_start(
         await until(lambda: len(stack.states) == 1)  # without calls, the failed one is removed
         assert project.statuses("policy-1")[-2:] == ["failed", "stopped"]
         falters.unlink()
+
+        def unlucky(_: ServiceLog) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ServiceLog, "open", unlucky)
+            await calls_until(lambda: project.statuses("policy-1")[-1] == "failed")
+        assert "Too many open files" in [event.detail for event in project.events if event.status == "failed"][-1]
+        await until(lambda: len(stack.states) == 1)
         await calls_until(lambda: len(stack.urls["policy"]) == 2)
 
 
