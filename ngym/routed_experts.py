@@ -18,6 +18,14 @@ from ngym.schema import RoutedExperts
 ITEM_BYTES = {"uint8": 1, "uint16": 2}
 
 
+def is_router(module: object) -> bool:
+    """Whether a module of a network chooses the experts of tokens: its class has "Router" in its name, and it has the
+    numbers of all and of chosen experts (`num_experts`, `top_k`).
+    """
+    sizes = (getattr(module, name, None) for name in ("num_experts", "top_k"))
+    return "Router" in type(module).__name__ and all(isinstance(size, int) for size in sizes)
+
+
 @dataclass(slots=True)
 class ExpertRows:
     """The chosen experts of the first tokens of a context.

@@ -1,7 +1,6 @@
 """Records the experts to which the routers of a mixture of experts send each token (`ngym/routed_experts.py`).
 
-A router is a module whose class has "Router" in its name, with its numbers of experts (`num_experts`, `top_k`): it
-returns logits, scores and the numbers of the chosen experts. Families that choose elsewhere are refused.
+The chosen experts are the integers among the outputs of a router. Families that choose elsewhere are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngym.routed_experts import ExpertRows
+from ngym.routed_experts import ExpertRows, is_router
 
 from .batch import Row, RowExperts
 from .prefix_cache import PrefixMatch
@@ -102,7 +101,7 @@ def _routers(network: nn.Module, family: str) -> dict[int, nn.Module]:
         if (match := LAYER.search(name)) is None:
             continue
         layer = int(match[1])
-        if "Router" in type(module).__name__ and all(hasattr(module, size) for size in ("num_experts", "top_k")):
+        if is_router(module):
             routers[layer] = module
         if name.endswith(".experts"):
             with_experts.add(layer)

@@ -344,7 +344,7 @@ class WeightPush:
         self._current: Push | None = None
         self._kept: KeptCheckpoint | None = None
         self._beginning = asyncio.Lock()
-        self._switching: asyncio.Task[Response] | None = None
+        self._switches: set[asyncio.Task[Response]] = set()  # of commits, also of refused ones
 
     @property
     def routes(self) -> list[tuple[str, str, Route, str]]:
@@ -470,11 +470,13 @@ class WeightPush:
 
     async def _commit(self, request: Request) -> Response:
         body: Commit = validate(Commit, await json_body(request), "a commit")
-        self._switching = asyncio.create_task(self._switch(request, body.mode), name="the commit of a push")
+        switch = asyncio.create_task(self._switch(request, body.mode), name="the commit of a push")
+        self._switches.add(switch)
+        switch.add_done_callback(self._switches.discard)
         try:
-            return await asyncio.shield(self._switching)  # the caller may hang up; a switch always runs to its end
+            return await asyncio.shield(switch)  # the caller may hang up; a switch always runs to its end
         except asyncio.CancelledError:
-            self._switching.add_done_callback(log_error)
+            switch.add_done_callback(log_error)
             raise
 
     async def _switch(self, request: Request, mode: PauseMode) -> Response:

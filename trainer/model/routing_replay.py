@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.return_types import topk as TopK
 
 from ngym.errors import ConfigError
+from ngym.routed_experts import is_router
 
 from ..data.samples import Routers
 
@@ -40,7 +41,7 @@ def replay_routing(network: PreTrainedModel) -> Routers:
     kind, layers = network.config.model_type, int(network.config.get_text_config().num_hidden_layers)
     found: list[tuple[re.Match[str], Any]] = []
     for name, module in decoder.named_modules():
-        if _is_router(module) and (place := LAYER.match(name)) is not None:
+        if is_router(module) and (place := LAYER.match(name)) is not None:
             found.append((place, module))
     if not found:
         raise ConfigError(f"algorithm.routing_replay: {kind} has no routers of experts; set it to false")
@@ -59,12 +60,6 @@ def replay_routing(network: PreTrainedModel) -> Routers:
         layer = decoder.get_submodule(place[0])
         layer.register_forward_pre_hook(partial(_give, int(place[1]), router), with_kwargs=True)
     return Routers(layers, chosen, experts)
-
-
-def _is_router(module: nn.Module) -> bool:
-    return "Router" in type(module).__name__ and all(
-        isinstance(getattr(module, name, None), int) for name in ("num_experts", "top_k")
-    )
 
 
 def _give(layer: int, router: Any, _: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
