@@ -117,7 +117,7 @@ class AgentTally:
         of_rollout = {
             "input_tokens": usage.get("input_tokens"), "output_tokens": tokens, "turns": trace["turns"],
             "tool_calls": trace["tool_calls"], "tool_errors": trace["tool_errors"],
-            "seconds": trace["timings"]["total_s"],
+            "seconds": trace["timings"].get("total_s"),
         }  # fmt: skip
         for name, value in of_rollout.items():
             self._number(name, value)

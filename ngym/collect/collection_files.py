@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ import orjson
 
 from ngym.collect.aggregate import Aggregates
 from ngym.collect.plan import InputCheck, PlannedRollout, input_rows, no_rows, plan_rollouts
-from ngym.collect.rollout_rows import FailedAttempt, Outcome
+from ngym.collect.rollout_rows import FailedAttempt, Outcome, stored_row_problem
 from ngym.collect.rollout_scheduler import CollectionLimits, Gate, RolloutScheduler
 from ngym.collect.run_record import CollectionSettings, RunRecord, remedy
 from ngym.errors import UsageError
@@ -399,7 +400,10 @@ class CollectionFiles:
         self._record = RunRecord.resume(self.paths.run, self.source, self.paths.output)
         ticking = _Ticker(tick)
         for line in chain(self._rows.rows(), self._failures.rows()):
-            problem, run_id = row_problem(line.row), line.row["ng"].get("run_id")
+            problem = row_problem(line.row)
+            if problem is None and (damage := stored_row_problem(line.row)):
+                problem = f"not a row that was written here: {damage}; fix or delete that line"
+            run_id = line.row["ng"].get("run_id")
             if problem is None and run_id != self.run_id:
                 problem = f"a row of another run ({run_id}; this file's run is {self.run_id}); remove it"
             if problem:
@@ -526,7 +530,8 @@ class _Ticker:
 
 
 def _row_key(row: Json) -> RolloutKey:
-    return RolloutKey(row["ng"]["task_id"], row["_ng_task_index"], row["_ng_rollout_index"])
+    """Raises TypeError: the indices are not integers."""
+    return RolloutKey(str(row["ng"]["task_id"]), index(row["_ng_task_index"]), index(row["_ng_rollout_index"]))
 
 
 def _failure_key(row: Json) -> tuple[RolloutKey, int]:

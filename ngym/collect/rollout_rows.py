@@ -11,9 +11,11 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 import orjson
+from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from ngym.collect.plan import PlannedRollout
 from ngym.collect.replica_outages import ReplicaOutages
@@ -34,6 +36,7 @@ from ngym.schema import (
     Status,
     StopReason,
     is_cut_off,
+    is_failed_attempt,
     is_reward,
     stop_reason,
 )
@@ -378,11 +381,112 @@ def _check_answer(attempt: Attempt, answer: Any) -> Json:
             failure="verify_error",
         )
     answer["reward"] = None if reward is None else float(reward)
-    trace = answer.setdefault("ng", {})
-    whole = isinstance(trace, dict) and isinstance(trace.setdefault("timings", {}), dict)
-    if not whole or not isinstance(trace.get("finish_reasons") or [], list):
+    trace = answer.get("ng") or {}
+    if not isinstance(trace, dict):
         raise ServiceError(f"{agent} answered /run with an `ng` that is not an object", failure="agent_error")
+    answer["ng"] = trace = {name: value for name, value in trace.items() if value is not None}
+    if problem := _shape_problem(_ANSWER, answer):
+        raise ServiceError(f"{agent} answered /run with {problem}", failure="agent_error")
     return answer
+
+
+def stored_row_problem(row: Json) -> str | None:
+    """The reason why a row is not one of those that the collector writes, or None."""
+    return _shape_problem(_FAILURE_ROW if is_failed_attempt(row) else _ROW, row)
+
+
+def _shape_problem(shape: TypeAdapter[Any], value: Json) -> str | None:
+    try:
+        shape.validate_python(value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return f"{where} = {first['input']!r:.60}: {first['msg']}"
+    return None
+
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Seconds = Annotated[float, Field(ge=0, le=2**53)]
+_Number = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+_Components = dict[str, _Number | None]
+
+
+class _ReportedSegment(TypedDict):
+    """The trainer checks the values of `token_ids` and `logprobs`."""
+
+    token_ids: InstanceOf[list[Any]]
+    mask: list[list[int]]
+    logprobs: InstanceOf[list[Any]]
+    policy_version: list[Annotated[list[int], Field(min_length=3, max_length=3)]]
+
+
+class _Reported(TypedDict, total=False):
+    """The fields of an agent's `ng` that are read here."""
+
+    status: str
+    policy_version: list[int]
+    segments: list[_ReportedSegment]
+    reward_components: _Components
+    stop_reason: str
+    turns: _Count
+    finish_reasons: list[str]
+    tool_calls: _Count
+    tool_errors: _Count
+    timings: dict[str, _Seconds]
+    spans: list[Any]
+
+
+class _Answer(TypedDict, total=False):
+    ng: _Reported
+    reward_components: _Components | None
+
+
+class _StoredTrace(TypedDict):
+    task_id: str
+    status: str
+    stop_reason: str
+    turns: _Count
+    tool_calls: _Count
+    tool_errors: _Count | None
+    timings: dict[str, _Seconds]
+    reward_components: NotRequired[_Components | None]
+
+
+class _TaskTrace(TypedDict):
+    task_id: str
+
+
+class _Usage(TypedDict, total=False):
+    input_tokens: Any
+    output_tokens: Any
+
+
+class _StoredResponse(TypedDict, total=False):
+    usage: _Usage | None
+
+
+class _Agent(TypedDict):
+    name: str
+
+
+class _Row(TypedDict):
+    agent_ref: _Agent
+    ng: _StoredTrace
+    response: _StoredResponse
+    reward_components: NotRequired[_Components | None]
+
+
+_FailureClass = TypedDict("_FailureClass", {"class": str})
+
+
+class _FailureRow(TypedDict):
+    agent_ref: _Agent
+    ng: _TaskTrace
+    attempt: _Count
+    failure: _FailureClass
+
+
+_ANSWER, _ROW, _FAILURE_ROW = TypeAdapter(_Answer), TypeAdapter(_Row), TypeAdapter(_FailureRow)
 
 
 def _items(output: Any) -> bool:
@@ -417,7 +521,7 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
     stop: StopReason = trace.get("stop_reason") or ("length" if response.get("status") == "incomplete" else "answer")
     stop = stop_reason(stop, finish_reasons)
     status: Status = trace.get("status") or ("truncated" if is_cut_off(stop, finish_reasons) else "ok")
-    timings = trace["timings"]
+    timings = trace.get("timings") or {}
     total_s = timings.get("total_s")
     output = response["output"]
     return {
@@ -432,9 +536,9 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
         "segments": segments,
         "reward_components": trace.get("reward_components") or row.get("reward_components") or {},
         "stop_reason": stop,
-        "turns": trace["turns"] if "turns" in trace else _turns(output),
+        "turns": trace.get("turns", _turns(output)),
         "finish_reasons": finish_reasons,
-        "tool_calls": trace["tool_calls"] if "tool_calls" in trace else len(list(function_calls(output))),
+        "tool_calls": trace.get("tool_calls", len(list(function_calls(output)))),
         "tool_errors": trace.get("tool_errors"),
         # time outside the agent's work on the rollout: its queue, the network, the collector
         "timings": {

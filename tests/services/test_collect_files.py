@@ -446,6 +446,29 @@ async def test_a_row_of_another_run_is_refused_with_its_line(tasks: Path) -> Non
         await session(source, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("response", None, "response = None: "),
+        ("ng", {"timings": 3}, "ng.timings = 3: "),
+        ("ng", {"stop_reason": ["x"]}, "ng.stop_reason = "),
+        ("reward_components", True, "reward_components = True: "),
+        ("agent_ref", {"name": []}, "agent_ref.name = "),
+        ("_ng_task_index", 0.5, "indices are missing"),
+    ],
+)
+async def test_a_damaged_row_is_named_with_its_line(tasks: Path, name: str, value: Any, problem: str) -> None:
+    source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
+    await session(source)
+    first, *others = map(orjson.loads, out.read_bytes().splitlines())
+    first[name] = {**first["ng"], **value} if name == "ng" else value
+    out.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in (first, *others)))
+    with pytest.raises(UsageError) as caught:
+        await session(source, resume=True)
+    assert str(caught.value).startswith(f"{out}:1 (byte 0): not a row that was written here")
+    assert problem in str(caught.value) and "fix or delete that line" in str(caught.value)
+
+
 async def test_rows_of_a_newer_format_are_not_resumed(tasks: Path) -> None:
     source, out = CollectionSettings(tasks, CollectionPlan("agent")), tasks.with_name("out.jsonl")
     await session(source)

@@ -11,7 +11,6 @@ distribution at the recipe's temperature, because then the sampler's logprobs ar
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +44,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text.format": (None, "text"),
     "tool_choice": (None, "auto", "none"),
 }
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+ROUNDING = 1e-3
 NO_MODEL_CALL = (
     "let the agent call its model by ngym's URL, and use a model server that returns token ids, such as models/vllm"
 )
@@ -260,9 +261,11 @@ def problem(
         return unreadable
     if row["reward"] is None:
         return None
-    if bent := distorted_sampling(row.get("responses_create_params") or {}, temperature):
+    params, segments = row.get("responses_create_params") or {}, row["ng"].get("segments") or []
+    if not isinstance(params, dict) or not isinstance(segments, list):
+        return "responses_create_params must be an object, and ng.segments a list"
+    if bent := distorted_sampling(params, temperature):
         return bent
-    segments = row["ng"].get("segments") or []
     if not segments and not sampled_nothing(row):
         return "no token ids (ng.segments is empty): use a model server that returns them, such as models/vllm"
     return (
@@ -351,6 +354,8 @@ def distorted_sampling(params: Json, temperature: float) -> str | None:
 def _segment_problem(segment: Any) -> str | None:
     try:
         ids, mask, logprobs = segment["token_ids"], segment["mask"], segment["logprobs"]
+        if not _are_ids(ids) or not all(_are_ids(span) for span in mask):
+            return "a segment has token_ids or a mask that are not integers from 0"
         end = 1  # there is no prediction of the first token
         for start, stop in mask:
             if not end <= start < stop <= len(ids):
@@ -359,13 +364,26 @@ def _segment_problem(segment: Any) -> str | None:
         masked = sum(stop - start for start, stop in mask)
         if len(logprobs) != masked:
             return f"a segment has {len(logprobs)} logprobs for {masked} sampled tokens"
-        if not all(map(math.isfinite, logprobs)):
-            return "a segment has logprobs that are not numbers"
+        if not _are_logprobs(logprobs):
+            return "a segment has logprobs that are not numbers up to 0"
         if not all(len(span) == 3 for span in segment["policy_version"]):
             return "a segment's policy_version must be spans [start, end, version]"
     except (KeyError, TypeError, ValueError) as error:
         return f"a segment is malformed (token_ids, mask, logprobs, policy_version): {type(error).__name__} {error}"
     return None
+
+
+def _are_ids(values: Any) -> bool:
+    """Whether a value is a list of integers from 0."""
+    numbers = np.asarray(values)
+    return isinstance(values, list) and (not values or (numbers.dtype.kind == "i" and bool(numbers.min() >= 0)))
+
+
+def _are_logprobs(values: Any) -> bool:
+    """Whether a value is a list of log-probabilities that float32 can hold; a rounded one may be slightly above 0."""
+    numbers = np.asarray(values)
+    is_list = isinstance(values, list) and (not values or numbers.dtype.kind in "fi")
+    return is_list and bool(((numbers >= -FLOAT32_MAX) & (numbers <= ROUNDING)).all())
 
 
 def _experts_problem(segment: Json, routers: Routers) -> str | None:
