@@ -25,7 +25,7 @@ import orjson
 
 from ngym.net.json_limits import LONG_NUMBER
 from ngym.routed_experts import ExpertRows
-from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json, Segment
+from ngym.schema import LARGEST_REWARD, ROUTED_EXPERTS, TOKEN_FIELDS, Json, Segment
 
 Turn = tuple[int, ...]
 OURS: Turn = ()
@@ -79,7 +79,7 @@ def tokens_of(response: Json) -> ModelCall | None:
     prompt, generated, logprobs = (item[name] for name in TOKEN_FIELDS)
     if len(generated) != len(logprobs):
         raise ValueError(f"{len(generated)} generated tokens but {len(logprobs)} logprobs")
-    _check_tokens(prompt, generated, logprobs)
+    check_tokens((prompt, generated), logprobs)
     record = response.get("ng") or {}
     versions = record.get("policy_version") or [[0, len(generated), 0]]
     routed = record.get(ROUTED_EXPERTS)
@@ -87,12 +87,12 @@ def tokens_of(response: Json) -> ModelCall | None:
     return ModelCall(prompt, generated, logprobs, versions, record.get("images") or [], experts)
 
 
-def _check_tokens(prompt: list[int], generated: list[int], logprobs: list[float]) -> None:
+def check_tokens(id_lists: Iterable[list[int]], logprobs: list[float]) -> None:
     """Raise ValueError for wrong token ids and log-probabilities."""
     try:
-        for ids in (prompt, generated):
+        for ids in id_lists:
             array("Q", ids)  # in C: 100,000 numbers take half a millisecond
-        is_finite = math.isfinite(sum(logprobs))
+        is_finite = math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) >= -LARGEST_REWARD
     except (TypeError, OverflowError) as error:
         raise ValueError(f"token ids must be integers from 0 on, and logprobs numbers: {error}") from None
     if not (is_finite and max(logprobs, default=0.0) <= ROUNDING):

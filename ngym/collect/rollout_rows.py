@@ -386,7 +386,8 @@ def _check_answer(attempt: Attempt, answer: Any) -> Json:
         raise ServiceError(f"{agent} answered /run with an `ng` that is not an object", failure="agent_error")
     answer["ng"] = trace = {name: value for name, value in trace.items() if value is not None}
     if problem := _shape_problem(_ANSWER, answer):
-        raise ServiceError(f"{agent} answered /run with {problem}", failure="agent_error")
+        kind: FailureClass = "verify_error" if "reward_components" in problem.partition(" = ")[0] else "agent_error"
+        raise ServiceError(f"{agent} answered /run with {problem}", failure=kind)
     return answer
 
 

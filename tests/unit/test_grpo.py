@@ -384,11 +384,26 @@ def test_the_temperature_divides_the_logits_that_are_trained(tokenizer: PreTrain
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[0, 1]], "logprobs": [0.0]}]}}, "span [0, 1)"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": []}]}}, "0 logprobs for 1 sampled"),
         ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]]}]}}, "a segment is malformed"),
-        ({"ng": {"segments": [{"token_ids": [1, -2], "mask": [[1, 2]], "logprobs": [0.0]}]}}, "not integers from 0"),
-        ({"ng": {"segments": [{"token_ids": [1, 2.5], "mask": [[1, 2]], "logprobs": [0.0]}]}}, "not integers from 0"),
-        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 1.5]], "logprobs": [0.0]}]}}, "not integers from 0"),
-        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [0.5]}]}}, "not numbers up to 0"),
-        ({"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1e300]}]}}, "not numbers up to 0"),
+        (
+            {"ng": {"segments": [{"token_ids": [1, -2], "mask": [[1, 2]], "logprobs": [0.0]}]}},
+            "token ids must be integers from 0 on",
+        ),
+        (
+            {"ng": {"segments": [{"token_ids": [1, 2.5], "mask": [[1, 2]], "logprobs": [0.0]}]}},
+            "token ids must be integers from 0 on",
+        ),
+        (
+            {"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 1.5]], "logprobs": [0.0]}]}},
+            "token ids must be integers from 0 on",
+        ),
+        (
+            {"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [0.5]}]}},
+            "logprobs must be finite and at most 0",
+        ),
+        (
+            {"ng": {"segments": [{"token_ids": [1, 2], "mask": [[1, 2]], "logprobs": [-1e300]}]}},
+            "logprobs must be finite and at most 0",
+        ),
         ({"ng": None}, "not a scored rollout"),
     ],
 )

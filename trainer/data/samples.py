@@ -22,6 +22,7 @@ import numpy as np
 from ngym.convert import extra_body
 from ngym.errors import BadRequest, UsageError
 from ngym.files import jsonl
+from ngym.rollout import check_tokens
 from ngym.routed_experts import ExpertRows
 from ngym.schema import ROUTED_EXPERTS, Json, RolloutCopies, agent_name, is_failed_attempt, row_problem
 from ngym.stats import all_equal
@@ -44,8 +45,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text.format": (None, "text"),
     "tool_choice": (None, "auto", "none"),
 }
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-ROUNDING = 1e-3
 NO_MODEL_CALL = (
     "let the agent call its model by ngym's URL, and use a model server that returns token ids, such as models/vllm"
 )
@@ -354,8 +353,7 @@ def distorted_sampling(params: Json, temperature: float) -> str | None:
 def _segment_problem(segment: Any) -> str | None:
     try:
         ids, mask, logprobs = segment["token_ids"], segment["mask"], segment["logprobs"]
-        if not _are_ids(ids) or not all(_are_ids(span) for span in mask):
-            return "a segment has token_ids or a mask that are not integers from 0"
+        check_tokens((ids, *mask), logprobs)
         end = 1  # there is no prediction of the first token
         for start, stop in mask:
             if not end <= start < stop <= len(ids):
@@ -364,26 +362,11 @@ def _segment_problem(segment: Any) -> str | None:
         masked = sum(stop - start for start, stop in mask)
         if len(logprobs) != masked:
             return f"a segment has {len(logprobs)} logprobs for {masked} sampled tokens"
-        if not _are_logprobs(logprobs):
-            return "a segment has logprobs that are not numbers up to 0"
         if not all(len(span) == 3 for span in segment["policy_version"]):
             return "a segment's policy_version must be spans [start, end, version]"
     except (KeyError, TypeError, ValueError) as error:
         return f"a segment is malformed (token_ids, mask, logprobs, policy_version): {type(error).__name__} {error}"
     return None
-
-
-def _are_ids(values: Any) -> bool:
-    """Whether a value is a list of integers from 0."""
-    numbers = np.asarray(values)
-    return isinstance(values, list) and (not values or (numbers.dtype.kind == "i" and bool(numbers.min() >= 0)))
-
-
-def _are_logprobs(values: Any) -> bool:
-    """Whether a value is a list of log-probabilities that float32 can hold; a rounded one may be slightly above 0."""
-    numbers = np.asarray(values)
-    is_list = isinstance(values, list) and (not values or numbers.dtype.kind in "fi")
-    return is_list and bool(((numbers >= -FLOAT32_MAX) & (numbers <= ROUNDING)).all())
 
 
 def _experts_problem(segment: Json, routers: Routers) -> str | None:
