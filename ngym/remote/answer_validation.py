@@ -19,16 +19,17 @@ Check = Callable[[Json], str | None]
 Object = dict[str, Any]
 Time = Annotated[float, Field(ge=0, le=2**53)]
 """Seconds since 1970."""
+_Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Usage(TypedDict, total=False):
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    input_tokens: int | None
-    output_tokens: int | None
-    total_tokens: int | None
-    cache_read_input_tokens: int | None
-    cache_creation_input_tokens: int | None
+    prompt_tokens: _Count | None
+    completion_tokens: _Count | None
+    input_tokens: _Count | None
+    output_tokens: _Count | None
+    total_tokens: _Count | None
+    cache_read_input_tokens: _Count | None
+    cache_creation_input_tokens: _Count | None
     prompt_tokens_details: Object | None
     completion_tokens_details: Object | None
     input_tokens_details: Object | None

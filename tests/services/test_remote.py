@@ -19,6 +19,7 @@ from ngym.errors import Overloaded, ServiceError, UpstreamError
 from ngym.net import request_context
 from ngym.net.load_balancer import RetryBudget
 from ngym.remote import ContextOverflow, OutcomeUnknown, RemoteOptions, Upstream
+from ngym.remote import answer_validation as answers
 from ngym.remote.rate_limiter import Caps, QuotaExhausted, TokenUsage
 from ngym.remote.upstream import MAX_WAIT_S, EventData, wait_s
 from ngym.services import ServiceOptions
@@ -201,6 +202,15 @@ async def test_a_cap_on_tokens_and_on_money_ends_it_with_what_to_raise():
             await one.post("/x", {})
     with pytest.raises(ValidationError, match="max_spend needs price_input and price_output"):
         RemoteOptions(base_url="http://x", max_spend=1)
+
+
+def test_an_answer_with_a_negative_usage_is_refused() -> None:
+    """It would lower the tokens that count against a cap."""
+    negative = {"output_tokens": -1, "completion_tokens": -1}
+    head: Json = {"id": "1", "model": "m", "created_at": 0, "status": "completed", "usage": negative}
+    answer: Json = {**head, "choices": [{"message": {}}], "content": [], "output": []}
+    problems = [check(answer) for check in (answers.chat_completion, answers.message, answers.response)]
+    assert all("tokens: Input should be greater than or equal to 0" in str(problem) for problem in problems), problems
 
 
 def test_usage_is_found_wherever_an_api_puts_it():
