@@ -133,6 +133,47 @@ def test_two_ranks_together_learn_and_measure_what_one_does(
     same(together[place], alone[0], 2e-3 if TOGETHER[place].get("precision") == "fp16" else 1e-5)
 
 
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {f"linear_{of}": 2 for of in ("num_key_heads", "num_value_heads")} | {
+    f"linear_{of}": 8 for of in ("key_head_dim", "value_head_dim")
+}
+OF_FAMILIES: list[tuple[Options, list[Options]]] = [
+    (
+        {"family": "qwen3_moe", "shape": MOE, "replays": True},
+        [{}, {"zero_stage": 2}, {"sequence_parallel": 2}, {"zero_stage": 3, "activation_checkpointing": True}],
+    ),
+    (
+        {
+            "family": "qwen3_5_text",
+            "shape": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
+            "replays": False,
+        },
+        [{}, {"zero_stage": 2}],
+    ),
+]
+
+
+def test_two_ranks_learn_what_one_does_with_replayed_experts_and_with_linear_attention(tmp_path: Path) -> None:
+    on_one = [json.dumps({**case, "engine": {}}) for case, _ in OF_FAMILIES]
+    on_two = [json.dumps({**case, "engine": options}) for case, every in OF_FAMILIES for options in every]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    program = str(SUPPORT / "families_on_ranks.py")
+    one = ForkedCommand([program, str(alone), *on_one], alone, os.environ)
+    output, _ = one.communicate(timeout=600)
+    assert one.returncode == 0, output[-3000:]
+    ranks = on_two_ranks(together, [program, str(together), *on_two])
+    outputs = [rank.communicate(timeout=600)[0][-3000:] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    expected = [place for place, (_, every) in enumerate(OF_FAMILIES) for _ in every]
+    for place, of in enumerate(expected):
+        steps = json.loads((together / f"{place}.json").read_text())
+        reference = json.loads((alone / f"{of}.json").read_text())
+        for actual, wanted in zip(steps, reference, strict=True):
+            assert actual == pytest.approx(wanted, rel=1e-5), on_two[place]
+
+
 TORCHRUN = (
     "torchrun --no-python --nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}"
 )
