@@ -223,9 +223,10 @@ async def test_the_rollouts_of_a_task_are_ranked_among_one_another_and_equal_one
     assert {outcome["group_size"] for outcome in outcomes} == {4}
 
 
-async def test_a_group_of_no_rollouts_is_refused():
-    with pytest.raises(ServiceError, match="a group has at least one rollout") as refused:
-        await together(fair)
+@pytest.mark.parametrize("count", [0, 1025])
+async def test_a_group_of_no_or_too_many_rollouts_is_refused(count: int):
+    with pytest.raises(ServiceError, match="a group has 1 to 1,024 rollouts") as refused:
+        await together(fair, *[HALF] * count)
     assert refused.value.status == 422
 
 

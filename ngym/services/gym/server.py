@@ -66,6 +66,7 @@ SCORED = (*SCORES, "reward_range", ANSWER)  # fields of an earlier verifier, in 
 ROW_FIELDS = frozenset({"responses_create_params", "response"})
 MAX_ROWS = 100_000
 MAX_OWN = 1000  # limit of an author's metrics
+MAX_GROUP = 1024  # rollouts of one task that are compared
 _BOOLEAN: Json = {"type": "boolean"}
 _OBJECTS: Json = {"type": "array", "items": OBJECT}
 _NUMBER: Json = {"type": ["number", "null"]}
@@ -225,14 +226,14 @@ def _is_list_of_objects(value: Any) -> bool:
 class VerifyGroup(BaseModel):
     """The rollouts of one task, to be compared. Derive, and give `rollouts` your own type: `list[MyTask]`."""
 
-    rollouts: Sequence[VerifyRequest] = Field(min_length=1, max_length=1024)
+    rollouts: Sequence[VerifyRequest] = Field(min_length=1, max_length=MAX_GROUP)
 
     @field_validator("rollouts")
     @classmethod
-    def _has_one(cls, rollouts: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
+    def _has_size(cls, rollouts: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
         """Check this where a derived class has replaced the field, and with it the limits."""
-        if not rollouts:
-            raise ValueError("a group has at least one rollout")
+        if not 1 <= len(rollouts) <= MAX_GROUP:
+            raise ValueError(f"a group has 1 to {MAX_GROUP:,} rollouts")
         return rollouts
 
 
