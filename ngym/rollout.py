@@ -87,6 +87,15 @@ def tokens_of(response: Json) -> ModelCall | None:
     return ModelCall(prompt, generated, logprobs, versions, record.get("images") or [], experts)
 
 
+def shortest_float32(values: Sequence[float]) -> list[float]:
+    """The same float32 numbers with the fewest digits: JSON has about 10 bytes for each instead of 18."""
+    import numpy as np  # of model servers only
+
+    raw = orjson.dumps(np.asarray(values, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+    numbers: list[float] = orjson.loads(raw)
+    return numbers
+
+
 def check_tokens(id_lists: Iterable[list[int]], logprobs: list[float]) -> None:
     """Raise ValueError for wrong token ids and log-probabilities."""
     try:

@@ -1,5 +1,5 @@
 """Sampling with a Hugging Face model, all requests in one batch, in a thread next to the event loop; weights that a
-trainer replaces; and scores of a model for sequence classification, such as a reward model.
+trainer replaces.
 
 A log-probability is that of the sampling distribution, after temperature, top-k, top-p and min-p. Greedy tokens have
 that of the model's own distribution.
@@ -22,7 +22,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from ngym.chat_codec import Finish, SampledTokens, Sampling
 from ngym.errors import BadRequest, Boundary, NotReady, ServiceError
+from ngym.rollout import shortest_float32
 from ngym.runtime.cpu_threads import cache_memory
 from ngym.weight_push.routes import PauseMode, PromptLogprobs, Seconds
 from ngym.weight_push.stage import PrivateFolder, Shapes, shapes_in
@@ -58,33 +59,6 @@ HEAD = "lm_head.weight"
 STOPPING = "this server is stopping"
 MODEL_ERRORS = Boundary("model_error", "the model failed")
 CUT_OFF = "a weight push with mode abort ended this answer; ask again"
-
-
-class Classifier:
-    """A loaded model for sequence classification; a reward model has one label.
-
-    Raises:
-        OSError, ValueError: the model cannot be loaded.
-    """
-
-    def __init__(self, folder: str, options: Options) -> None:
-        self.tokenizer, self._model, self.context = load_model(AutoModelForSequenceClassification, folder, options)
-        self.labels: dict[int, str] = self._model.config.id2label
-        self._device = device_of(options)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
-
-    def close(self) -> None:
-        """End the thread after the current text."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    async def logits(self, ids: list[int]) -> list[float]:
-        """One for each label."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._logits, ids)
-
-    @torch.inference_mode()
-    def _logits(self, ids: list[int]) -> list[float]:
-        logits: list[float] = self._model(input_ids=torch.tensor([ids], device=self._device)).logits[0].tolist()
-        return logits
 
 
 class Engine:
@@ -397,7 +371,8 @@ class Engine:
         ids, logprobs = row.unsent
         row.unsent = ([], [])
         row.is_ended = row.is_ended or finish is not None
-        self._unsent.append((row, SampledTokens(ids, logprobs, finish, self._version, row.cached, row.take_experts())))
+        sampled = SampledTokens(ids, shortest_float32(logprobs), finish, self._version, row.cached, row.take_experts())
+        self._unsent.append((row, sampled))
 
     def _fail(self, rows: Sequence[Row], error: ServiceError) -> None:
         for row in rows:

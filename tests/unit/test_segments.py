@@ -1,10 +1,12 @@
 """Token segments: each token once, and a new segment exactly where the context was broken."""
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ngym.rollout import ModelCall, extend, tokens_of, versions_in, with_latest_tokens, without_tokens
+from ngym.rollout import ModelCall, extend, shortest_float32, tokens_of, versions_in, with_latest_tokens, without_tokens
 from ngym.routed_experts import ExpertRows
 
 ids = st.lists(st.integers(0, 9), max_size=6)
@@ -12,6 +14,13 @@ ids = st.lists(st.integers(0, 9), max_size=6)
 
 def call(prompt: list[int], generated: list[int], version: int = 0) -> ModelCall:
     return ModelCall(prompt, generated, [-0.5] * len(generated), [[0, len(generated), version]])
+
+
+@given(st.lists(st.floats(-1000, 0, width=32)))
+def test_the_shortest_text_of_a_float32_is_the_same_number(values: list[float]):
+    shortest = shortest_float32(values)
+    assert all(len(repr(value)) <= 16 for value in shortest)
+    assert struct.pack(f"{len(values)}f", *shortest) == struct.pack(f"{len(values)}f", *values)
 
 
 def test_a_call_that_continues_the_context_extends_its_segment():

@@ -44,7 +44,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from ngym.did_you_mean import did_you_mean
 from ngym.errors import BadRequest, NotReady, Overloaded, ServiceError
-from ngym.rollout import PriorTokens, TurnEnds, begins_with, image_digest, splice
+from ngym.rollout import PriorTokens, TurnEnds, begins_with, image_digest, shortest_float32, splice
 from ngym.routed_experts import ExpertRows
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json
 
@@ -130,7 +130,7 @@ class Tokens:
         """The token fields of a message; {} if nothing was recorded."""
         if not self.prompt:
             return {}
-        return dict(zip(TOKEN_FIELDS, (self.prompt, self.sampled, self.logprobs), strict=True))
+        return dict(zip(TOKEN_FIELDS, (self.prompt, self.sampled, shortest_float32(self.logprobs)), strict=True))
 
     @property
     def trace(self) -> Json:
