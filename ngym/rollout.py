@@ -101,7 +101,7 @@ def check_tokens(id_lists: Iterable[list[int]], logprobs: list[float]) -> None:
     try:
         for ids in id_lists:
             array("Q", ids)  # in C: 100,000 numbers take half a millisecond
-        is_finite = math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) >= -LARGEST_REWARD
+        is_finite = math.isfinite(total := sum(logprobs)) and total >= -LARGEST_REWARD  # then each fits into a float32
     except (TypeError, OverflowError) as error:
         raise ValueError(f"token ids must be integers from 0 on, and logprobs numbers: {error}") from None
     if not (is_finite and max(logprobs, default=0.0) <= ROUNDING):
