@@ -32,6 +32,7 @@ from ngym.files.jsonl import check_lines
 from ngym.files.task_rows import assistant_message, task_row
 from ngym.option_names import another_output
 from ngym.peers import Peer
+from ngym.runtime.live_region import sanitize
 from ngym.schema import Json
 
 Split = Literal["train", "validation"]
@@ -429,8 +430,8 @@ def check_free(folder: Path, name: str) -> None:
 
 
 def some(reasons: Counter[str], count: int) -> list[str]:
-    """The most common reasons with their counts."""
-    return [f"{times:>7,}  {reason}" for reason, times in reasons.most_common(count)]
+    """The most common reasons with their counts. A reason may quote the public set."""
+    return [f"{times:>7,}  {sanitize(reason)}" for reason, times in reasons.most_common(count)]
 
 
 def _share(row: Json) -> Split:

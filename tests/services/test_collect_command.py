@@ -328,6 +328,9 @@ async def test_a_second_collector_ends_at_once_and_names_the_first(tasks: Path, 
 
 
 async def test_a_dry_run_shows_what_would_be_sent_and_touches_nothing(tasks: Path, tmp_path: Path) -> None:
+    first, *others = tasks.read_text().splitlines()
+    noted = json.dumps({**json.loads(first), "note": "A\x9d0;title\x9c"}, ensure_ascii=False)
+    tasks.write_text("\n".join([noted, *others]))
     async with head(lambda row: problem(500)) as url:
         run = (
             "--head",
@@ -346,6 +349,7 @@ async def test_a_dry_run_shows_what_would_be_sent_and_touches_nothing(tasks: Pat
     assert done.code == 0
     assert done.out.startswith("80 rollouts into out.jsonl; the first, by agent:\n")
     assert '"temperature": 0.7' in done.out
+    assert r'"note": "A\x9d0;title\x9c"' in done.out  # control characters do not reach the terminal
     assert list(tmp_path.iterdir()) == [tasks]
 
 

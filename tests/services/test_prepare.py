@@ -32,6 +32,7 @@ from ngym.prepare import (
     find_sets,
     merge_records,
     records,
+    some,
 )
 from ngym.validation import facts_in
 
@@ -623,3 +624,7 @@ def test_a_module_that_declares_a_set_wrongly_is_reported_with_its_file(tmp_path
     file.write_text("from ngym.prepare import File\nSETS = (File(path='x', sha256='short'),)\n")
     with pytest.raises(ConfigError, match=r"prepare\.py:2: .*sha256"):
         find_sets([tmp_path])
+
+
+def test_reasons_that_quote_a_public_set_have_no_control_characters() -> None:
+    assert some(Counter({"no such column: a\x1b]0;title\x07": 2}), 3) == [r"      2  no such column: a\x1b]0;title\x07"]

@@ -543,6 +543,12 @@ def test_a_dry_run_shows_the_first_row_and_writes_nothing(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_control_characters_of_the_first_row_do_not_reach_the_terminal(tmp_path: Path):
+    source = write(tmp_path / "in.jsonl", rollout(1, "A\x1b]0;title\x07\x9d0;title\x9c"))
+    result = command("--format", "demonstrations", "--input", source, "--output", tmp_path / "out.jsonl", "--dry-run")
+    assert result.exit_code == 0 and r"A\u001b]0;title\u0007\x9d0;title\x9c" in result.stdout
+
+
 def test_where_nothing_is_left_the_old_output_stays_and_the_exit_code_is_1(tmp_path: Path):
     source, output = write(tmp_path / "in.jsonl", rollout(0.5, "A")), write(tmp_path / "out.jsonl", "old")
     result = command("--format", "demonstrations", "--input", source, "--output", output, "--overwrite")

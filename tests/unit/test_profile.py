@@ -113,6 +113,14 @@ def test_the_tasks_are_distinguished_by_a_field(tmp_path: Path) -> None:
     assert "subset" not in json.loads(CliRunner().invoke(main, [str(path), "--json"]).output.splitlines()[0])
 
 
+def test_control_characters_of_a_row_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    path, title = tmp_path / "out.jsonl", "\x1b]0;title\x07\x9b2J"
+    path.write_text(json.dumps({**rollout(0, 1.0), "agent_ref": {"name": f"a{title}"}, "level": f"b{title}"}) + "\n")
+    result = CliRunner().invoke(main, [str(path), "--by", "level"])
+    assert result.exit_code == 0 and not {"\x1b", "\x07", "\x9b"} & set(result.output)
+    assert r"a\x1b]0;title\x07\x9b2J: 1 tasks" in result.output and r"b\x1b]0;title\x07\x9b2J" in result.output
+
+
 def test_what_is_not_a_rollout_is_named(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"reward": 1.0}\n')
     result = CliRunner().invoke(main, [str(tmp_path / "out.jsonl")])

@@ -246,7 +246,7 @@ def _as_json(options: Options, known: DiscoveredServices, plan: Plan, needed: li
 
 def _print(options: Options, known: DiscoveredServices, plan: Plan, needed: list[str] | None) -> None:
     click.echo(f"{plan.rollouts:,} rollouts into {options.output}; the first, by {plan.first.agent}:")
-    click.echo(orjson.dumps(plan.first.row, option=orjson.OPT_INDENT_2))
+    click.echo(sanitize(orjson.dumps(plan.first.row, option=orjson.OPT_INDENT_2).decode()))
     for agent, rollouts in plan.agents.items():
         click.echo(f"{agent}: {rollouts:,} rollouts")
     if options.agent and plan.replaced:

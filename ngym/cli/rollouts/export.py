@@ -73,12 +73,13 @@ def _export(options: Options, as_json: bool) -> int:
     from rich.console import Console
 
     from ngym.export.exporter import as_object, export, table
+    from ngym.runtime.live_region import sanitize
 
     started = time.monotonic()
     stream = sys.stderr if as_json else sys.stdout
 
     def show(line: bytes) -> None:
-        click.echo(orjson.dumps(orjson.loads(line), option=orjson.OPT_INDENT_2).decode(), file=stream)
+        click.echo(sanitize(orjson.dumps(orjson.loads(line), option=orjson.OPT_INDENT_2).decode()), file=stream)
 
     tally = export(options, show, _Ticker() if sys.stderr.isatty() else lambda lines: None)
     Console(file=stream).print(table(tally, options))

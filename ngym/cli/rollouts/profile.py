@@ -88,12 +88,16 @@ def _problem(row: Json) -> str | None:
 
 
 def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
+    from ngym.runtime.live_region import sanitize
+
     verdicts = Counter(task.verdict(solved) for task in tasks)
     nothing = sum(not task.has_learning_signal for task in tasks)
     rates = _rates(tasks, solved)
     mean = f", mean pass rate {fmean(rates):.3f}" if rates else ""
     scored = sum(len(task.rewards) for task in tasks)
-    click.echo(f"{agent}: {len(tasks):,} tasks, {scored:,} scored rollouts{mean}, {_unscored(tasks):.1%} unscored")
+    click.echo(
+        f"{sanitize(agent)}: {len(tasks):,} tasks, {scored:,} scored rollouts{mean}, {_unscored(tasks):.1%} unscored"
+    )
     for verdict in ("always", "mixed", "never", "unscored"):
         if verdicts[verdict]:
             click.echo(f"  {verdict:<9} {verdicts[verdict]:>8,}  {verdicts[verdict] / len(tasks):6.1%}")
@@ -105,18 +109,20 @@ def _show(agent: str, tasks: Sequence[Task], solved: float) -> None:
 
 
 def _show_subsets(by: str, tasks: Sequence[Task], solved: float) -> None:
-    values = sorted({task.subset or "" for task in tasks})
-    width = max(map(len, (by, *values, "x" * 24)))
+    from ngym.runtime.live_region import sanitize
+
+    names = {value: sanitize(value) for value in sorted({task.subset or "" for task in tasks})}
+    width = max(map(len, (by, *names.values(), "x" * 24)))
     click.echo(
         f"  {by:<{width}} {'tasks':>8} {'pass rate':>10} {'always':>8} {'mixed':>8} {'never':>8} {'no signal':>10} {'unscored':>9}"
     )
-    for value in values:
+    for value, name in names.items():
         some = [task for task in tasks if task.subset == value]
         verdicts, rates = Counter(task.verdict(solved) for task in some), _rates(some, solved)
         rate = f"{fmean(rates):.3f}" if rates else "-"
         counts = "".join(f" {verdicts[verdict]:>8,}" for verdict in ("always", "mixed", "never"))
         nothing = sum(not task.has_learning_signal for task in some)
-        click.echo(f"  {value:<{width}} {len(some):>8,} {rate:>10}{counts} {nothing:>10,} {_unscored(some):>9.1%}")
+        click.echo(f"  {name:<{width}} {len(some):>8,} {rate:>10}{counts} {nothing:>10,} {_unscored(some):>9.1%}")
 
 
 def _unscored(tasks: Sequence[Task]) -> float:
