@@ -6,7 +6,7 @@ incremental detokenization, parsing of reasoning and tool calls, stop strings, t
 
 Reasoning is between `<think>` and `</think>` at the very start, without the opening tag if the template has written it.
 A tool call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen and many others); a call that is
-not such JSON, or has no end, is text. White space around calls is dropped.
+not such JSON, is nested too deeply, or has no end, is text. White space around calls is dropped.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import orjson
 
 from ngym.convert import content_text, without_allowed_tools
 from ngym.errors import BadRequest
+from ngym.net.json_limits import is_deep
 from ngym.rollout import PriorTokens, TurnEnds, begins_with, splice
 from ngym.schema import ROUTED_EXPERTS, TOKEN_FIELDS, Json
 
@@ -317,7 +318,7 @@ def _read(written: str) -> AnswerPiece:
     """The contents of the tags as a call, or as text if they are not a call."""
     with suppress(ValueError, RecursionError):
         match json.loads(written):
-            case {"name": str(name), "arguments": dict(arguments)} if name:
+            case {"name": str(name), "arguments": dict(arguments)} if name and not is_deep(written.encode(), arguments):
                 text = json.dumps(arguments, ensure_ascii=False)
                 (name + text).encode()  # raises for half of a surrogate pair, which no answer could have
                 return AnswerPiece("call", text, name)
@@ -458,12 +459,10 @@ class _Answer:
         return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
 
     def completion(self, logprobs: bool) -> Json:
-        message: Json = {"role": "assistant", "content": None}
+        message: Json = {"role": "assistant", "content": None if self._calls else ""}
         message |= {name: "".join(parts) for name, parts in self._texts.items() if parts}
         if self._calls:
             message["tool_calls"] = self._calls
-        if not self._calls and message["content"] is None:
-            message["content"] = ""
         choice = {"index": 0, "message": message | self._tokens(), **self._finish(), **self._new_logprobs(logprobs)}
         return {"object": "chat.completion", **self._head, "choices": [choice], "usage": self._usage(), **self._ng()}
 

@@ -55,6 +55,7 @@ def answer_pieces(parts: list[str], *, in_thought: bool = False, tools: bool = T
                 '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
                 '<tool_call>{"name": "\\udfff", "arguments": {}}</tool_call>',
                 '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
+                '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 300 + "]" * 300 + "}}</tool_call>",
             )
         ),
         ("a < b <thin", [AnswerPiece("text", "a < b <thin")]),
