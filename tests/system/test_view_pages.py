@@ -74,7 +74,8 @@ DRAWN_IMAGES = """async (urls) => {
     const { conversation } = await import('/static/conversation.js');
     const content = urls.map((url) => ({ type: 'input_image', image_url: url }));
     const drawn = conversation({ responses_create_params: { input: [{ role: 'user', content }] } });
-    await Promise.all([...drawn.querySelectorAll('img')].map((img) => img.decode()));
+    const isOver = (img) => new Promise((done) => ['load', 'error'].forEach((event) => img.addEventListener(event, done)));
+    await Promise.all([...drawn.querySelectorAll('img')].map(isOver));
     return [...drawn.querySelectorAll('.said-image, .image-name')].map((node) => node.src ?? node.textContent);
 }"""
 
@@ -143,18 +144,17 @@ def test_markup_of_an_answer_is_text_and_its_addresses_are_neither_fetched_nor_l
     assert "owned" not in page.title()
 
 
-def test_an_image_in_the_row_is_shown_whatever_the_case_and_the_alias_of_its_type(
-    page: Page, web_viewer: Viewer
-) -> None:
+def test_an_image_in_the_row_is_shown_and_one_that_cannot_be_shown_is_named(page: Page, web_viewer: Viewer) -> None:
     go(page, web_viewer)
     shown = [f"data:image/{kind};base64,{PNG}" for kind in ("png", "PNG", "jpg", "jpeg")]
     shown.append(f"DATA:image/png;BASE64,{PNG}")
-    named = ["data:image/bmp;base64,Qk0=", "https://elsewhere.example/x.png"]
+    named = ["data:image/bmp;base64,Qk0=", "https://elsewhere.example/x.png", f"data:image/png;base64,{PNG[:40]}"]
     drawn = page.evaluate(DRAWN_IMAGES, shown + named)
     assert [url.lower() for url in drawn[: len(shown)]] == [url.lower() for url in shown]
     assert drawn[len(shown) :] == [
         f"image in the row, not displayed: {named[0]}",
         f"image elsewhere, not fetched: {named[1]}",
+        f"image in the row that the browser cannot read: {named[2]}",
     ]
 
 

@@ -78,11 +78,18 @@ function partBody(part, drawText) {
   return folded(`part of the type “${safeLine(String(part.name))}”`, () => jsonText(part.value));
 }
 
-/** An image that is in the row is shown; one that is elsewhere is named, never fetched. */
+/** An image that is in the row is shown; one that is elsewhere is named, never fetched, and so is one that cannot be shown. */
 function imageBody(url) {
-  if (/^data:image\/(png|jpe?g|gif|webp);base64,/i.test(url)) return el("img", { class: "said-image", src: url, alt: "image in the row" });
-  const reason = /^data:/i.test(url) ? "image in the row, not displayed" : "image elsewhere, not fetched";
-  return el("div", { class: "image-name" }, imageIcon(), safeText(`${reason}: ${url.slice(0, 300) || "(no address)"}`));
+  if (!/^data:/i.test(url)) return imageName("image elsewhere, not fetched", url);
+  if (!/^data:image\/(png|jpe?g|gif|webp);base64,/i.test(url)) return imageName("image in the row, not displayed", url);
+  const failed = () => shown.replaceWith(imageName("image in the row that the browser cannot read", url));
+  const shown = el("img", { class: "said-image", src: url, alt: "image in the row", on: { error: failed } });
+  return shown;
+}
+
+function imageName(reason, url) {
+  const text = url.slice(0, 300) || "(no address)";
+  return el("div", { class: "image-name" }, imageIcon(), safeText(`${reason}: ${text}`));
 }
 
 function reasoningBody({ text }, drawText) {
