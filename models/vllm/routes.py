@@ -59,6 +59,7 @@ from ngym.weight_push.routes import Adapters, PushOptions, Route, WeightPush
 from .engine import Engine
 from .serving.chat import CUT_OFF, ChatHandler, Tokens, recorded, refusal, turn_ends
 from .serving.loading_server import Keys
+from .serving.media import register_media_connector
 from .weights.adapter import Adapter, adapted_matrices
 from .weights.transfer import Transfer
 
@@ -67,6 +68,7 @@ async def build_application(
     context: ServiceContext, arguments: Namespace, engine: Engine, push: PushOptions
 ) -> FastAPI:
     """The application over this engine. Raises ConfigError if the model generates no text or a parser does not fit."""
+    register_media_connector()
     await engine.update_weight_version("0")
     ours = engine.checkpoint_shapes()
     matrices = adapted_matrices(engine.adapted_layers, ours or {})

@@ -3,11 +3,14 @@ checkpoint's."""
 
 from __future__ import annotations
 
+import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from vllm_service import Server, Servers, user
 
 pytest.importorskip("vllm")
@@ -16,7 +19,7 @@ from image_models import IMAGE, SPECIAL, data_url, png, write_image_model
 from trainer_service import metrics_of, train
 
 from ngym.rollout import image_digest
-from ngym.trainer.model.images import open_image
+from ngym.trainer.model.images import FORMATS, open_image
 
 TOKENS = 4  # of an image
 CONTEXT = 512
@@ -63,6 +66,19 @@ def test_images_reach_the_model_in_every_turn_and_after_calls_that_do_not_genera
             history += answer["output"]
         _captured_calls(server, sampling)
         _after_calls_that_do_not_generate(server)
+        _files_that_cannot_be_read(server)
+
+
+def test_the_trainer_opens_each_file_that_vllm_opens_with_the_same_pixels() -> None:
+    """Also damaged ones: a model that has seen them is trained on what it has seen."""
+    from vllm.multimodal.image import ALLOWED_IMAGE_FORMATS
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    assert set(FORMATS) == set(ALLOWED_IMAGE_FORMATS)
+    files = odd_files()
+    assert len(files) > 10
+    for name, content in files.items():
+        assert open_image(content).tobytes() == ImageMediaIO().load_bytes(content).media.tobytes(), name
 
 
 def test_a_pushed_encoder_is_used_for_images_that_were_computed_before(tmp_path: Path, root: Path) -> None:
@@ -97,6 +113,31 @@ def test_a_pushed_encoder_is_used_for_images_that_were_computed_before(tmp_path:
         assert said["generation_log_probs"] == pytest.approx(exact, abs=1e-4)
         for pusher in pushers:
             pusher.finish()
+
+
+def odd_files() -> dict[str, bytes]:
+    """Image files of many formats and modes, two of them damaged."""
+    noise = Image.effect_noise((40, 30), 80).convert("RGB")
+    tags = Image.Exif()
+    tags[0x0112], tags[0x010F] = 6, "maker"  # lies on its side
+
+    def file(image: Image.Image, kind: str, **options: Any) -> bytes:
+        image.save(out := io.BytesIO(), kind, **options)
+        return out.getvalue()
+
+    files = {kind: file(noise, kind, exif=tags) for kind in ("PNG", "JPEG", "WEBP")}
+    files |= {kind: file(noise, kind) for kind in ("BMP", "TIFF", "TGA", "ICO", "JPEG2000")}
+    files |= {mode: file(noise.convert(mode), "PNG") for mode in ("1", "L", "LA", "P", "RGBA", "I;16")}
+    files["CMYK"] = file(noise.convert("CMYK"), "JPEG")
+    files["animated"] = file(noise, "GIF", save_all=True, append_images=[noise.rotate(90)])
+    files["transparent colour"] = file(noise, "PNG", transparency=noise.getpixel((0, 0)))
+    files["wrong type in EXIF"] = files["JPEG"].replace(b"\x01\x0f\x00\x02", b"\x01\x0f\x00\x07")
+    half = len(files["PNG"]) // 2
+    files["damaged"] = (
+        files["PNG"][:half] + bytes(99 ^ each for each in files["PNG"][half : half + 9]) + files["PNG"][half + 9 :]
+    )
+    assert files["wrong type in EXIF"] != files["JPEG"]
+    return files
 
 
 def change(parameters: list[Any]) -> None:
@@ -139,6 +180,26 @@ def _after_calls_that_do_not_generate(server: Server) -> None:
     full = server.answer(input=[user([picture("pink"), text(CONTEXT - beside - 1)])], max_output_tokens=2)
     assert (full["status"], full["usage"]["input_tokens"]) == ("incomplete", CONTEXT + TOKENS - 1)
     assert server.answer(input=[user([picture("pink")])], max_output_tokens=2)["usage"]["input_tokens"] == counted
+
+
+def _files_that_cannot_be_read(server: Server) -> None:
+    """400: no client repeats such a request."""
+    bomb = png("red")
+    side = bomb.index(b"IHDR") + 4
+    bomb = bomb[:side] + 2 * (20_000).to_bytes(4) + bomb[side + 8 :]
+    bomb = bomb.replace(bomb[side + 13 : side + 17], zlib.crc32(bomb[side - 4 : side + 13]).to_bytes(4))
+    refused = {
+        data_url(bomb): "Image size (400000000 pixels) exceeds limit",
+        data_url(b"GIF"): "cannot identify image file",
+        "data:image/svg+xml,<svg/>": "'data:image/svg+xml,<svg/>' cannot be read: Only base64 data URLs are supported",
+        "file:///etc/hostname": "this server reads no files; send a data: URL, or set engine.allowed_local_media_path",
+        "http://127.0.0.1:1/a.png": "'http://127.0.0.1:1/a.png' cannot be read: this server does not fetch it; send a "
+        "data: URL, or add its host to engine.allowed_media_domains",
+    }
+    for url, message in refused.items():
+        answer = server.post("/v1/responses", input=[user([{"type": "input_image", "image_url": url}])])
+        assert (answer.status_code, answer.json()["retryable"]) == (400, False), answer.text
+        assert message in answer.json()["detail"]
 
 
 def train_on_live_rollouts(folder: Path, rows: list[dict[str, Any]], gym: str, agent: str, **more: Any) -> None:

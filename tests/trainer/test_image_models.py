@@ -248,6 +248,25 @@ def test_rows_whose_images_are_not_those_of_the_model_are_refused(checkpoint: tu
         assert problem is not None and message in problem, problem
 
 
+def test_a_task_whose_image_is_not_an_image_file_is_refused_before_it_is_drawn(checkpoint: tuple[Path, Any]) -> None:
+    reader = reader_of(load(checkpoint[0]))
+    where = "responses_create_params.input[0]"
+    cut = data_url(RED)[:-1]
+    found = {
+        f"{where}: an image of 26 bytes cannot be read: cannot identify image file": [b"<svg xmlns='x' width='9'/>"],
+        f"{where}: an image of 0 bytes cannot be read: cannot identify image file": [b""],
+        "": [RED, WIDE],
+    }
+    for message, contents in found.items():
+        problem = images.task_media_problem(row(contents, []), reader)
+        assert (problem or "") == message
+    image = {"type": "input_image", "image_url": cut}
+    problem = images.task_media_problem(row([], [], [{"role": "user", "content": [image]}]), reader)
+    assert problem is not None and "has a data: URL that cannot be decoded" in problem
+    problem = images.task_media_problem(row([RED], []), images.TEXT_ONLY)
+    assert problem is not None and problem.endswith("the model reads text only")
+
+
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "llava", "idefics3"], indirect=True)
 def test_demonstrations_have_the_placeholders_of_their_images(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = checkpoint

@@ -60,6 +60,9 @@ class ImageTokens(Protocol):
             ValueError: it cannot be read.
         """
 
+    def identify(self, content: bytes) -> None:
+        """Reads the header of an image. Raises ValueError as `count`."""
+
     def token_ids(self, text: str, contents: Sequence[bytes]) -> list[int]:
         """The ids of a text with one marker for each of these images, with all their placeholders."""
 
@@ -88,6 +91,18 @@ def media_problem(row: Json, images: Images) -> str | None:
         list(_urls(row))
     except ValueError as error:
         return str(error)
+    return None
+
+
+def task_media_problem(row: Json, images: Images) -> str | None:
+    """The reason why rollouts of a task could not be trained on, as `media_problem`; the headers of images are read."""
+    if (problem := media_problem(row, images)) or isinstance(images, str):
+        return problem
+    for where, url in _urls(row):
+        try:
+            images.identify(_content(url, where))
+        except ValueError as error:
+            return str(error) if str(error).startswith(where) else f"{where}: {error}"
     return None
 
 

@@ -15,7 +15,7 @@ import io
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from inspect import signature
 from pathlib import Path
@@ -34,8 +34,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Image files from outside: formats that Pillow decodes itself. PostScript, for example, would start another program.
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# Image files from outside: those that vLLM opens, which Pillow decodes itself. PostScript, for example, would start another
+# program.
+FORMATS = (
+    "AVIF", "BLP", "BMP", "CUR", "DCX", "DDS", "DIB", "FITS", "FLI", "FTEX", "GBR", "GIF", "ICNS", "ICO", "IM", "IMT",
+    "IPTC", "JPEG", "JPEG2000", "MCIDAS", "MSP", "PCD", "PCX", "PIXAR", "PNG", "PPM", "PSD", "QOI", "SGI", "SPIDER",
+    "SUN", "TGA", "TIFF", "WEBP", "XBM", "XPM", "XVTHUMB",
+)  # fmt: skip
 REMEMBERED = 65_536  # images whose size in tokens is known
 KEPT_BYTES = 2 << 30  # of prepared images, which several passes read: one of a million pixels takes 0.1 s
 GRID = "image_grid_thw"  # of Qwen's families: patches of each image in time, height and width
@@ -97,6 +102,10 @@ class ImageReader:
             ValueError: it cannot be read.
         """
         return self._size(content).tokens
+
+    def identify(self, content: bytes) -> None:
+        """Reads the header of an image. Raises ValueError as `count`."""
+        _identify(content)
 
     def _size(self, content: bytes) -> ImageSize:
         digest = _digest(content)
@@ -228,17 +237,41 @@ def _digest(content: bytes) -> bytes:
 def open_image(content: bytes) -> Image:
     """The image of a file as vLLM opens it: upright, in RGB, transparent on white.
 
+    A damaged file that vLLM reads is read here, too, with the same pixels: the model has seen them.
+
     Raises:
         ValueError: it cannot be read.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
+
+    image: Image = _identify(content)
+    with suppress(Exception):  # as in vLLM; also a damaged file, of which the next line reads what is there
+        image = ImageOps.exif_transpose(image)
+    try:
+        image.load()
+        return _on_white(image)
+    except Exception as error:  # noqa: BLE001  (each format of Pillow has its own)
+        raise _unreadable(content, error) from None
+
+
+def _identify(content: bytes) -> Image:
+    """The image of a file, of which only the header was read. Raises ValueError as `open_image`."""
+    from PIL import Image
 
     try:
-        file = Image.open(io.BytesIO(content), formats=FORMATS)
-        file.load()
-        image: Image.Image = ImageOps.exif_transpose(file)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"an image of {len(content):,} bytes cannot be read: {error}") from None
+        return Image.open(io.BytesIO(content), formats=FORMATS)
+    except Exception as error:  # noqa: BLE001  (as above)
+        raise _unreadable(content, error) from None
+
+
+def _unreadable(content: bytes, error: Exception) -> ValueError:
+    named = str(error).replace(" <_io.BytesIO object", "").partition(" at 0x")[0] or type(error).__name__
+    return ValueError(f"an image of {len(content):,} bytes cannot be read: {named}")
+
+
+def _on_white(image: Image) -> Image:
+    from PIL import Image
+
     if image.mode != "RGB" and (image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info):
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))

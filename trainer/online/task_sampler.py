@@ -35,7 +35,7 @@ from ngym.files import jsonl
 from ngym.files.atomic import file_digest
 from ngym.schema import Json
 
-from ..data.images import Images, media_problem
+from ..data.images import Images, task_media_problem
 from ..data.samples import distorted_sampling, missing_field
 from ..recipe.rollout_options import CurriculumOptions, EnvironmentOptions, RolloutOptions
 from ..seeds import seeded_random
@@ -499,7 +499,7 @@ class _Environment:
         bent = distorted_sampling({**row["responses_create_params"], "temperature": 1.0}, 1.0)
         if wrong := bent or missing_field(row, self._fields):
             return wrong
-        return None if self._images is None else media_problem(row, self._images)
+        return None if self._images is None else task_media_problem(row, self._images)
 
 
 class Epochs:

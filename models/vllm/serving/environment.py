@@ -24,6 +24,8 @@ MAY_COMPILE = frozenset({
     "distributed_executor_backend", "data_parallel_backend",
 })  # fmt: skip
 """Arguments of the engine with which it may compile, or start its workers by Ray."""
+MEDIA_CONNECTOR = "ngym"
+"""The name of media.CheckedMediaConnector in vLLM's registry."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def prepare_environment(*, local: bool, address: str | None = None) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1.5 GB after 600 batch shapes
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # "auto" pins two servers to the same core
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_MEDIA_CONNECTOR", MEDIA_CONNECTOR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_mb, in whole GiB
     os.environ.pop("VLLM_SERVER_DEV_MODE", None)  # registers routes that change the engine
