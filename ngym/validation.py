@@ -4,7 +4,7 @@ The checks go over the wire that agents use:
 
     rows       every shipped row is a task that the server accepts; no row of validation is in training
     gold       each case gets its expected reward
-    worse      damaged forms of the best answers get less: nothing, noise, half of it
+    worse      damaged forms of the best answers are scored, and get less: nothing, noise, half of it
     tools      each tool takes a call: it reports errors to the model, and does not crash
     again      the same answer gets the same reward, also as its own stored row
     together   64 sessions at once get what each gets alone
@@ -303,7 +303,9 @@ async def _check_damaged_forms(peer: Peer, call_s: float, cases: Sequence[Case])
         for form in case.worse:
             answer, _ = await _attempt(peer, call_s, case, *_damage(case, form))
             reward = answer.get("reward")
-            if reward is not None and reward >= most:
+            if "refused" in answer:
+                mistakes.append(f"{case.case}: {_FORMS[form]} is refused: {answer['refused']}")
+            elif reward is not None and reward >= most:
                 mistakes.append(f"{case.case}: {_FORMS[form]} gets {reward} too")
     if not best:
         mistakes.append(

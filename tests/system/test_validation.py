@@ -72,6 +72,18 @@ async def test_one_that_always_pays_is_found_by_gold_and_by_damaged_answers(tmp_
     assert found["worse"] == [f"right: {what} gets 1.0 too" for what in ("saying nothing", "noise", "half of it")]
 
 
+async def test_one_that_crashes_on_a_damaged_answer_is_reported(tmp_path: Path) -> None:
+    """A policy could avoid a bad score by such an answer."""
+
+    async def fragile(task: Task) -> float:
+        return float(task.word == task.text.split()[-1].strip("."))
+
+    found = await mistakes_of(fragile, environment(tmp_path))
+    assert set(found) == {"worse"}
+    [mistake] = found["worse"]
+    assert mistake.startswith("right: saying nothing is refused: verify failed: IndexError: list index out of range (")
+
+
 async def test_one_that_changes_its_mind_is_reported(tmp_path: Path) -> None:
     requests = []
 
