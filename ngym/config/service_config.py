@@ -194,10 +194,11 @@ class Stanza(BaseModel):
 
 
 class Config(BaseModel):
-    """The whole of global_config.yaml."""
+    """The whole of global_config.yaml. left_out: the services that `only` did not select, with their kinds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     services: dict[str, Stanza]
+    left_out: dict[str, Kind] = {}
     settings: Settings
     root: Path
     files: tuple[Path, ...]
@@ -237,7 +238,8 @@ class Config(BaseModel):
             references = [value for value in self.services[name].options.values() if isinstance(value, str)]
             pending += [value for value in references if value in self.services and value not in selected]
         services = {name: stanza for name, stanza in self.services.items() if name in selected}
-        return self.model_copy(update={"services": services})
+        left_out = {name: stanza.kind for name, stanza in self.services.items() if name not in selected}
+        return self.model_copy(update={"services": services, "left_out": self.left_out | left_out})
 
 
 class ConfigMistakes(ConfigError):

@@ -447,7 +447,7 @@ def service_spec(
         "where": stanza.where,
         "key_where": stanza.key_where,
         "urls": dict(urls),
-        "kinds": {name: each.kind for name, each in config.services.items()},
+        "kinds": config.left_out | {name: each.kind for name, each in config.services.items()},
         "head_url": head_url,
         "root": str(config.root),
         "replica": replica,

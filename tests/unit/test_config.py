@@ -19,6 +19,7 @@ from ngym.services.base.options import (
     ServiceOptions,
     parse_options,
 )
+from ngym.supervise.supervisor import service_spec
 
 GYM = "kind: gym_server\n  app: gym_servers/env"
 
@@ -168,6 +169,18 @@ def test_a_missing_service_that_only_a_default_names_is_reported_with_the_key_to
         "c.yaml:5: no service named 'policy', the default of judge (known: env); write `judge: NAME`, which "
         "`ng_run --only` starts, too"
     )
+
+
+def test_the_hint_for_a_misspelled_service_names_one_that_only_does_not_select(project: Path):
+    class Options(ServiceOptions):
+        gym: GymServerName
+
+    agent = "env_agent: {kind: agent, app: agents/simple, gym: evn}"
+    config = config_at(project, f"env: {{kind: gym_server, app: gym_servers/env}}\n{agent}\n").only(["env_agent"])
+    assert list(config.services) == ["env_agent"]
+    spec = service_spec(config, config.services["env_agent"], {"env_agent": []})
+    with pytest.raises(ConfigError, match=r"global_config.yaml:2: no service named 'evn' \(did you mean 'env'\?\)"):
+        parse_options(Options, spec["options"], {}, spec["where"], spec["urls"], project, spec["kinds"])
 
 
 def test_a_services_own_options_are_checked_against_its_record():

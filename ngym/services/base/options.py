@@ -139,7 +139,7 @@ def parse_options(
 
     Args:
         root: the folder of the config file.
-        kinds: of the services, where known.
+        kinds: of the services, where known, also of those that do not run: a hint names them.
 
     Raises:
         ConfigError: unknown keys, unknown service names, and names of services of another kind than the option needs.
@@ -155,10 +155,11 @@ def parse_options(
                 continue
             kind = kinds.get(value)
             if value not in services:
-                missing, hint = f"{tree.where(name)}: no service named {value!r}", did_you_mean(value, services)
+                missing = f"{tree.where(name)}: no service named {value!r}"
                 if name in values:
-                    mistakes.append(missing + hint)
+                    mistakes.append(missing + did_you_mean(value, {*services, *kinds}))
                 else:  # `--only` does not know defaults
+                    hint = did_you_mean(value, services)
                     fix = f"write `{name}: NAME`, which `ng_run --only` starts, too"
                     mistakes.append(f"{missing}, the default of {name}{hint}; {fix}")
             elif None not in (kind, reference.kind) and kind != reference.kind:
