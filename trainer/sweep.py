@@ -36,6 +36,7 @@ from ngym.errors import ConfigError, NgymError, UsageError
 from ngym.files import jsonl
 from ngym.files.atomic import held_folder, write_whole
 from ngym.runtime.event_loop import await_exit, deferred_signals
+from ngym.runtime.live_region import sanitize
 from ngym.schema import Json
 
 from .checkpoints import FOLDER as CHECKPOINTS
@@ -227,7 +228,7 @@ def show(outcomes: Sequence[SweepOutcome], waiting: Sequence[str]) -> None:
     for outcome in outcomes:
         values = [f"{outcome.metrics[name]:.4g}" if name in outcome.metrics else "-" for name in names]
         status = outcome.status if outcome.status != "failed" else f"failed ({outcome.exit_code})"
-        table.add_row(outcome.run, status, *values, f"{outcome.seconds:.0f}", outcome.problem or "")
+        table.add_row(outcome.run, status, *values, f"{outcome.seconds:.0f}", sanitize(outcome.problem or ""))
     for run in waiting:
         table.add_row(run, "not started", *("-" for _ in names), "-", "")
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else MAX_LINE_CHARS).print(table)

@@ -31,36 +31,39 @@ LIVE_TICK_S = 0.25
 PLAIN_TICK_S = 5.0
 UNCHANGED_INTERVAL_S = 30.0
 SHOWN_AGENTS = 3
+LONG_NUMBER = 1e9  # from here on with an exponent
 
 
 def tables(aggregates: Aggregates) -> Iterator[Table]:
-    """One table per agent (reward, pass@k, lengths, tool calls, failures), and one of its subsets, if it has any."""
+    """One table per agent (reward, pass@k, lengths, tool calls, failures), and one of its subsets, if it has any. For a
+    console without markup: rows of other programs may have any text.
+    """
     from rich.table import Table
 
     for name, tally in aggregates.by_agent.items():
-        title = f"{name}: {tally.rollouts:,} rollouts of {tally.scores.tasks:,} tasks"
+        title = f"{sanitize(name)}: {tally.rollouts:,} rollouts of {tally.scores.tasks:,} tasks"
         table = Table(title=title, title_justify="left", show_header=False, pad_edge=False)
         for row in _lines(tally):
-            table.add_row(*row)
+            table.add_row(*map(sanitize, row))
         yield table
         if tally.subsets is not None:
             yield subset_table(tally.subsets)
 
 
 def subset_table(subsets: Subsets) -> Table:
-    """A line for each value of the field."""
+    """A line for each value of the field. For a console without markup."""
     from rich.table import Table
 
     by_value = sorted(subsets.scores.items())
     names = list(dict.fromkeys(name for _, scores in by_value for name, _ in scores.named_scores()))
     table = Table(title=f"by {subsets.name}", title_justify="left", pad_edge=False)
-    for column in (subsets.name, "rollouts", "unscored", "mean", *names):
+    for column in (subsets.name, "rollouts", "unscored", "mean", *map(sanitize, names)):
         table.add_column(column, justify="left" if column == subsets.name else "right", overflow="fold")
     for value, scores in by_value:
         means = {name: _number(item.mean) for name, item in scores.named_scores()}
         unscored = f"{scores.unscored:,} ({scores.unscored_share:.1%})"
         counts = (f"{scores.rollouts:,}", unscored, _number(scores.rewards.mean))
-        table.add_row(value, *counts, *(means.get(name, "-") for name in names))
+        table.add_row(sanitize(value), *counts, *(means.get(name, "-") for name in names))
     return table
 
 
@@ -168,11 +171,11 @@ def _length(tally: AgentTally) -> str:
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:.{digits}f}" if abs(value) < LONG_NUMBER else f"{value:.4g}"
 
 
 def _interval(interval: Interval | None) -> str:
-    return "" if interval is None else f"95 % in [{interval.low:.3f}, {interval.high:.3f}]"
+    return "" if interval is None else f"95 % in [{_number(interval.low)}, {_number(interval.high)}]"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

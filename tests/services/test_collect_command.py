@@ -113,6 +113,20 @@ async def test_who_is_not_ready_is_said_while_nothing_else_is_to_be_seen(tasks: 
     assert process.returncode == 0 and b"not ready yet" not in rest
 
 
+async def test_no_text_of_a_row_is_markup_or_moves_the_terminals_cursor(tasks: Path, tmp_path: Path) -> None:
+    hostile = "[/red] [link=x]y \x1b]0;title\x07"
+
+    def answer(row: Json) -> Json:
+        return scored_row(row, 1e30, ng={"stop_reason": hostile}, reward_components={hostile: 1.0}, level=hostile)
+
+    async with head(answer) as url:
+        options = ("--head", url, "--agent", "agent", "--by", "level", "--limit", "1")
+        done = await run_to_end(*options, "--input", str(tasks), "--output", "out.jsonl", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert not {"\x1b", "\x07"} & set(done.out + done.err)
+    assert "[/red]" in done.out and "1e+30" in done.out
+
+
 async def test_json_is_all_that_is_on_standard_output(tasks: Path, tmp_path: Path) -> None:
     async with head() as url:
         run = ("--head", url, "--agent", "agent", "--input", tasks, "--output", "out.jsonl", "--json")

@@ -451,7 +451,7 @@ class Command:
             return
         from rich.console import Console
 
-        console = Console(file=self.stream, highlight=False)
+        console = Console(file=self.stream, highlight=False, markup=False)
         for table in tables(aggregates):
             console.print(table)
         more = "" if store.progress.complete else " or more"  # the input was not read to its end

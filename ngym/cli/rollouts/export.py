@@ -82,7 +82,7 @@ def _export(options: Options, as_json: bool) -> int:
         click.echo(sanitize(orjson.dumps(orjson.loads(line), option=orjson.OPT_INDENT_2).decode()), file=stream)
 
     tally = export(options, show, _Ticker() if sys.stderr.isatty() else lambda lines: None)
-    Console(file=stream).print(table(tally, options))
+    Console(file=stream, markup=False).print(table(tally, options))
     for place in tally.not_representable:
         click.echo(f"left out: {place}", file=stream)
     if not tally.rows:
