@@ -495,7 +495,7 @@ def tokens(ids: list[Any], logprobs: list[float]) -> bytes:
         (b"null", "model answered /v1/responses without an output that is a list of items: null"),
         (b'{"error": "overloaded"}', "without an output that is a list of items: .*overloaded"),
         (b'{"output": ["a"]}', "without an output that is a list of items"),
-        (b'{"output": [], "usage": 3}', "model answered /v1/responses with a usage that is not an object: 3"),
+        (b'{"output": [], "usage": []}', r"model answered /v1/responses with a usage that is not an object: \[\]"),
         (
             b'{"status": "failed", "output": [], "error": {"code": "server_error", "message": "GPU died"}}',
             "model answered /v1/responses with the status 'failed' and the error 'GPU died'",

@@ -174,7 +174,7 @@ class RolloutContext:
         """The answer, checked to be a usable Response."""
         items = answer.get("output") if isinstance(answer, dict) else None
         if isinstance(items, list) and all(isinstance(item, dict) for item in items):
-            if not isinstance(answer.get("usage") or {}, dict):
+            if not isinstance(answer.get("usage"), dict | None):
                 raise self._unusable(f"with a usage that is not an object: {answer['usage']!r:.60}")
             if (problem := unfinished(answer)) is None:
                 return cast(Json, answer)
