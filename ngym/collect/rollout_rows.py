@@ -457,13 +457,8 @@ class _TaskTrace(TypedDict):
     task_id: str
 
 
-class _Usage(TypedDict, total=False):
-    input_tokens: Any
-    output_tokens: Any
-
-
 class _StoredResponse(TypedDict, total=False):
-    usage: _Usage | None
+    usage: dict[str, Any] | None
 
 
 class _Agent(TypedDict):
@@ -537,9 +532,9 @@ def _trace(attempt: Attempt, row: Json, response: Json, elapsed_s: float) -> Jso
         "segments": segments,
         "reward_components": trace.get("reward_components") or row.get("reward_components") or {},
         "stop_reason": stop,
-        "turns": trace.get("turns", _turns(output)),
+        "turns": trace["turns"] if "turns" in trace else _turns(output),
         "finish_reasons": finish_reasons,
-        "tool_calls": trace.get("tool_calls", len(list(function_calls(output)))),
+        "tool_calls": trace["tool_calls"] if "tool_calls" in trace else len(list(function_calls(output))),
         "tool_errors": trace.get("tool_errors"),
         # time outside the agent's work on the rollout: its queue, the network, the collector
         "timings": {
