@@ -79,6 +79,14 @@ DRAWN_IMAGES = """async (urls) => {
     return [...drawn.querySelectorAll('.said-image, .image-name')].map((node) => node.src ?? node.textContent);
 }"""
 
+NAME_WIDTHS = """async (urls) => {
+    const { conversation } = await import('/static/conversation.js');
+    const content = urls.map((url) => ({ type: 'input_image', image_url: url }));
+    const drawn = conversation({ responses_create_params: { input: [{ role: 'user', content }] } });
+    document.querySelector('.conversation').replaceWith(drawn);
+    return [...drawn.querySelectorAll('.image-name')].map((node) => [node.scrollWidth, node.clientWidth]);
+}"""
+
 
 @pytest.fixture(scope="module")
 def web_viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
@@ -156,6 +164,14 @@ def test_an_image_in_the_row_is_shown_and_one_that_cannot_be_shown_is_named(page
         f"image elsewhere, not fetched: {named[1]}",
         f"image in the row that the browser cannot read: {named[2]}",
     ]
+
+
+def test_the_name_of_an_image_stays_in_its_column(page: Page, web_viewer: Viewer) -> None:
+    go(page, web_viewer, "#/r/r1/row/0")
+    playwright.expect(page.locator(".conversation")).to_be_visible()
+    urls = [f"data:image/bmp;base64,{'A' * 9000}", f"https://elsewhere.example/{'a' * 9000}.png"]
+    widths = page.evaluate(NAME_WIDTHS, urls)
+    assert len(widths) == len(urls) and all(text <= column for text, column in widths), widths
 
 
 def test_formulas_become_mathml_and_what_cannot_be_read_stays_as_it_is(page: Page, web_viewer: Viewer) -> None:
