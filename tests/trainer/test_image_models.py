@@ -240,6 +240,11 @@ def test_rows_whose_images_are_not_those_of_the_model_are_refused(checkpoint: tu
         ),
         "the trainer fetches nothing: put images into rows as data: URLs": remote,
         "response.output[0] has a part of type 'input_audio'": sound,
+        "response.output[0] has the text '<image>', which the model reads as the place of an image: remove it": row(
+            [],
+            [segment_row(samples.Segment([40, IMAGE, 41, 50], [(3, 4)]), [])],
+            [{"type": "function_call_output", "call_id": "c", "output": "an <image> tag"}],
+        ),
         "an image of 6 bytes cannot be read": unreadable,
         "an image of 23 bytes cannot be read": script,
     }
@@ -263,6 +268,9 @@ def test_a_task_whose_image_is_not_an_image_file_is_refused_before_it_is_drawn(c
     image = {"type": "input_image", "image_url": cut}
     problem = images.task_media_problem(row([], [], [{"role": "user", "content": [image]}]), reader)
     assert problem is not None and "has a data: URL that cannot be decoded" in problem
+    named = row([], [], [{"role": "user", "content": "<image> is a tag"}])["response"]["output"]
+    problem = images.task_media_problem({"responses_create_params": {"input": named}}, reader)
+    assert problem is not None and problem.startswith(f"{where} has the text '<image>', which the model reads as")
     problem = images.task_media_problem(row([RED], []), images.TEXT_ONLY)
     assert problem is not None and problem.endswith("the model reads text only")
 

@@ -98,12 +98,23 @@ def task_media_problem(row: Json, images: Images) -> str | None:
     """The reason why rollouts of a task could not be trained on, as `media_problem`; the headers of images are read."""
     if (problem := media_problem(row, images)) or isinstance(images, str):
         return problem
+    if problem := marker_problem(row, images):
+        return problem
     for where, url in _urls(row):
         try:
             images.identify(_content(url, where))
         except ValueError as error:
             return str(error) if str(error).startswith(where) else f"{where}: {error}"
     return None
+
+
+def marker_problem(row: Json, images: ImageTokens) -> str | None:
+    """The text that has an image's marker: it becomes a placeholder, and an engine may put an image there."""
+    where = next((where for where, text in _texts(row) if images.marker in text), None)
+    return where and (
+        f"{where} has the text {images.marker!r}, which the model reads as the place of an image: remove it from the task, "
+        "or from what the environment returns"
+    )
 
 
 def image_content(part: Json, where: str) -> bytes:
@@ -137,13 +148,35 @@ def _url(part: Json, where: str) -> str:
 
 def _media(row: Json) -> Iterator[tuple[str, Json]]:
     """The parts that are not text, and where each is."""
+    for where, item in _items(row):
+        for part in _content_parts(item):
+            if str(part.get("type")) in MEDIA:
+                yield where, part
+
+
+def _texts(row: Json) -> Iterator[tuple[str, str]]:
+    """The texts that were not sampled, and where each is."""
+    instructions = (row.get("responses_create_params") or {}).get("instructions")
+    if isinstance(instructions, str):
+        yield "responses_create_params.instructions", instructions
+    for where, item in _items(row):
+        if isinstance(item, str):
+            yield where, item
+        elif isinstance(item, dict) and item.get("role") != "assistant":
+            content = item.get("output", item.get("content"))
+            parts = [content] if isinstance(content, str) else [part.get("text") for part in _content_parts(item)]
+            yield from ((where, text) for text in parts if isinstance(text, str))
+
+
+def _items(row: Json) -> Iterator[tuple[str, Any]]:
+    """The items of the conversation, and where each is."""
     for owner, key in (("responses_create_params", "input"), ("response", "output")):
         record = row.get(owner)
         items = record.get(key) if isinstance(record, dict) else None
+        if isinstance(items, str):
+            yield f"{owner}.{key}", items
         for place, item in enumerate(items if isinstance(items, list) else ()):
-            for part in _content_parts(item):
-                if str(part.get("type")) in MEDIA:
-                    yield f"{owner}.{key}[{place}]", part
+            yield f"{owner}.{key}[{place}]", item
 
 
 def _content_parts(item: Any) -> list[Json]:

@@ -27,7 +27,7 @@ from ngym.routed_experts import ExpertRows
 from ngym.schema import ROUTED_EXPERTS, Json, RolloutCopies, agent_name, is_failed_attempt, row_problem
 from ngym.stats import all_equal
 
-from .images import TEXT_ONLY, Images, PlacedImage, images_of, media_problem, place_images
+from .images import TEXT_ONLY, Images, PlacedImage, images_of, marker_problem, media_problem, place_images
 
 # name -> the values that leave the model's distribution unchanged
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -284,7 +284,7 @@ def _images_problem(row: Json, segments: Sequence[Json], images: Images) -> str 
     try:
         _segment_images(row, images)
     except ValueError as error:
-        return str(error)
+        return marker_problem(row, images) or str(error)
     return None
 
 
