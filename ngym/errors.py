@@ -168,6 +168,11 @@ def bad_request(problems: Iterable[Problem], what: str = "") -> BadRequest:
     )
 
 
+def printable(text: str) -> str:
+    """Escape control characters: model text is untrusted, and an escape sequence must not reach the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def shorten(text: str, most: int) -> str:
     """The text; a longer one is cut to `most` characters and its length is added."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from ngym.errors import printable
 from ngym.net.json_limits import LONG_NUMBER
 from ngym.routed_experts import ExpertRows
 from ngym.schema import LARGEST_REWARD, ROUTED_EXPERTS, TOKEN_FIELDS, Json, Segment
@@ -381,8 +382,3 @@ def _part_text(part: Json) -> str:
     """The text of a part of a message, which may be empty; of another part, its type."""
     text = part.get("text", part.get("refusal"))
     return text if isinstance(text, str) else f"[{part.get('type')}]"
-
-
-def printable(text: str) -> str:
-    """Escape control characters: model text is untrusted, and an escape sequence must not reach the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

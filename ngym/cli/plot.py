@@ -87,8 +87,8 @@ def main(
 
 def _calibration(runs: Sequence[PlottedRun], output: Path | None, as_json: bool) -> None:
     """The reliability diagram of reward models, as a picture, JSON or a table."""
+    from ngym.errors import printable
     from ngym.plot.figure import calibrations, reliability_panel, write_picture
-    from ngym.rollout import printable
 
     by_run = calibrations(runs)
     if as_json:
@@ -106,8 +106,8 @@ def _calibration(runs: Sequence[PlottedRun], output: Path | None, as_json: bool)
 
 def _plots(curves: Sequence[Curve], axis: Axis) -> Iterator[str]:
     """All curves of one run in one plot; for several runs a plot for each metric."""
+    from ngym.errors import printable
     from ngym.plot.figure import as_text
-    from ngym.rollout import printable
 
     if len({curve.run for curve in curves}) == 1 and len(curves) <= MAX_IN_ONE:
         yield as_text([curve.series for curve in curves], axis)
@@ -119,8 +119,8 @@ def _plots(curves: Sequence[Curve], axis: Axis) -> Iterator[str]:
 
 def _table(runs: Sequence[PlottedRun], patterns: Sequence[str]) -> Iterator[str]:
     """The last values of each run."""
+    from ngym.errors import printable
     from ngym.plot.figure import is_own, matching_metrics, number_text
-    from ngym.rollout import printable
 
     names = list(dict.fromkeys(name for run in runs for name in run.history.names))
     selected = matching_metrics(patterns, names) if patterns else [name for name in names if is_own(name)]

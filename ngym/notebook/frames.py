@@ -13,10 +13,10 @@ import orjson
 
 from ngym.convert import last_user_text
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import UsageError
+from ngym.errors import UsageError, printable
 from ngym.grading.answers import last_text
 from ngym.plot.runs import METRICS, read_history
-from ngym.rollout import headline, printable, transcript, turns
+from ngym.rollout import headline, transcript, turns
 from ngym.schema import Json, agent_name, trace_of
 from ngym.stats import parts_of
 

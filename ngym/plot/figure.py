@@ -16,10 +16,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 from ngym.did_you_mean import did_you_mean
-from ngym.errors import UsageError
+from ngym.errors import UsageError, printable
 from ngym.files.atomic import write_whole
 from ngym.plot.runs import Axis, History, PlottedRun, Series, by_seed
-from ngym.rollout import printable
 from ngym.runtime.live_region import duration
 from ngym.schema import Json
 

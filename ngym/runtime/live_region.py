@@ -17,7 +17,7 @@ from itertools import pairwise
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from ngym.rollout import printable
+from ngym.errors import printable
 
 if TYPE_CHECKING:
     from rich.text import Text

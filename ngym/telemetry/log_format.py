@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
 
+from ngym.errors import printable
 from ngym.net import request_context
 
 STATUS_PREFIX = "ngym-status: "  # of a line that a service prints: the supervisor shows the rest as its status
@@ -160,11 +161,19 @@ def say(text: str, service: str, form: Form) -> None:
 
 
 class TextLines(logging.Formatter):
-    """`2026-01-31 12:00:00,000 WARNING policy ngym.services [ROLLOUT] MESSAGE`"""
+    """`2026-01-31 12:00:00,000 WARNING policy ngym.services [ROLLOUT] MESSAGE`
+
+    A record may quote untrusted text, which can neither control the terminal nor begin a line: further lines are
+    indented.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record).replace("\r\n", "\n").expandtabs()
+        return printable(text).replace("\n", "\n  ")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         rollout_id = request_context.current.get().rollout_id
