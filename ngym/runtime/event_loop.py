@@ -169,9 +169,11 @@ async def run_unless_failed(failure: Awaitable[None], work: Coroutine[Any, Any, 
     Args:
         failure: raises when the work can no longer succeed, and waits until then.
     """
-    working, failing = asyncio.create_task(work), asyncio.ensure_future(failure)
+    failing, working = asyncio.ensure_future(failure), asyncio.create_task(work)
     try:
-        await asyncio.wait([working, failing], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0)  # both have begun: a failure that is older than the work is known now
+        if not failing.done():
+            await asyncio.wait([working, failing], return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not working.done():
             failing.result()
         return await working

@@ -283,7 +283,10 @@ class Supervisor:
         self._on_event(state)
 
     async def failure(self) -> None:
-        """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up."""
+        """Wait forever; raises ServiceFailed (or ConfigError) when a service is given up, at once if one has been."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
         finished, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in finished:
             task.result()

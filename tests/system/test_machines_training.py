@@ -23,6 +23,7 @@ from trainer_service import free_port
 from waiting import PATIENCE_S, wait_until
 
 from ngym.collect import CollectionLimits
+from ngym.supervise.zygote_client import ZygoteGone
 from ngym.trainer.engine.distributed import RankHost, machine_names
 from ngym.trainer.online.rollout_stream import reporting_gate
 from ngym.trainer.recipe.extensions import PushFailed
@@ -241,6 +242,25 @@ def test_a_push_to_a_server_that_hangs_says_so_and_ends(monkeypatch: pytest.Monk
         abandoned._push = "the push that had no answer"
         abandoned.give_up()  # waits for no answer, either
     assert lines == [f"{url}: GET /weights: no answer for 0 s; waiting up to 5 s for it"]
+
+
+def test_a_push_whose_services_have_ended_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run holds the listening socket of a server that is gone, so that its kernel still accepts requests."""
+    monkeypatch.setattr(push, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(push, "PAUSE_S", 10.0)  # more than the patience: the request is not sent again
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        known = [f"http://127.0.0.1:{listener.getsockname()[1]}"]
+        lookups = [known, known]  # for the pusher, and before the request
+
+        def urls() -> list[str]:
+            if not lookups:
+                raise ZygoteGone("the process that starts the services ended")
+            return lookups.pop()
+
+        pusher = push.Pusher(urls, "token", patience_s=5.0)
+        with pytest.raises(ZygoteGone):
+            pusher.versions()
+        pusher.finish()
 
 
 def test_machines_with_equal_names_are_shown_with_their_addresses() -> None:

@@ -26,6 +26,7 @@ from waiting import PATIENCE_S, reserved_port, running, until
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
 from ngym.runtime.cpu_threads import usable_cores
+from ngym.runtime.event_loop import run_unless_failed
 from ngym.supervise import scaling, supervisor
 from ngym.supervise.head_file import Reply, find_running, health, http_get
 from ngym.supervise.service import STABLE_S, CrashCounter, ReplicaState, ServiceFailed, ServiceRefused
@@ -469,6 +470,23 @@ async def test_a_killed_zygote_ends_the_run_and_every_service(project: Project) 
             zygote.kill()
             await stack.failure()
     await until(lambda: not running(services))
+
+
+async def test_work_that_begins_after_the_run_has_failed_raises_however_short_it_is(project: Project) -> None:
+    async def short() -> str:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return "done"
+
+    project.write({"one": gym("yes")}, yes=YES)
+    results: list[str] = []
+    with pytest.raises(ZygoteGone):
+        async with project.supervisor() as stack:
+            processes_of([stack.states[0].pid])[0].kill()
+            with pytest.raises(ZygoteGone):
+                await stack.failure()
+            results.append(await run_unless_failed(stack.failure(), short()))
+    assert results == []
 
 
 def test_a_message_larger_than_the_buffer_passes_between_sockets_that_do_not_block(tmp_path: Path) -> None:

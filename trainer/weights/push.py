@@ -118,7 +118,7 @@ class Pusher:
 
     Args:
         urls: of all replicas; or a function that looks them up, before each push and after each failed attempt, because
-            replicas join, leave and move.
+            replicas join, leave and move. It is also called while a request waits; an error of it ends the push.
         token: their admin token, from `.ngym/head.json` of ng_run.
         transport: `http` sends the bytes of a checkpoint, `delta` those that changed, `lora` those of an adapter; `filesystem` writes a checkpoint
             into `folder`, which is the servers' weights_root; `nccl` and `ipc` move it from GPU to GPU. Or the import
@@ -382,6 +382,7 @@ class Pusher:
         """Call each replica concurrently; raises an error only after all have answered."""
         futures = [self._threads.submit(call, replica) for replica in replicas]
         while wait(futures, SAY_AFTER_S).not_done:
+            self._urls()  # the run's sockets accept requests even if its services have ended, which this raises
             for request in filter(None, (replica.unanswered(UNANSWERED_S) for replica in self._replicas)):
                 self._say(
                     f"{request}: no answer for {UNANSWERED_S:.0f} s; waiting up to {self._patience_s:.0f} s for it"
