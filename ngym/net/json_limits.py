@@ -25,6 +25,7 @@ PAGE = resource.getpagesize()
 OBJECT_BYTES = 88
 MAX_DEPTH = 250
 ORJSON_WRITES = 254
+RECURSION = "Recursion limit reached"  # orjson's message
 CALL_BYTES = 16 << 20  # of a request body: a tool's arguments, and all that is not the next
 ROW_BYTES = 32 << 20  # rows and conversations, images included; parsing one long text takes 0.12 s
 BULK_WEIGHT = 4_000_000  # of a request with many rows
@@ -128,6 +129,15 @@ def is_deep(raw: bytes, value: Any, depth: int = MAX_DEPTH) -> bool:
         return False
     try:
         orjson.dumps(reduce(lambda inner, _: [inner], range(ORJSON_WRITES - depth), value))
-    except TypeError:
-        return True
+    except TypeError as error:  # the other reason is an integer beyond 64 bits, as json.loads reads it
+        return str(error) == RECURSION or _nests_deeper(value, depth)
     return False
+
+
+def _nests_deeper(value: Any, depth: int) -> bool:
+    """As `is_deep`, for any value, at 50 times the cost."""
+    containers = [value] if isinstance(value, dict | list) else []
+    for _ in range(depth):
+        values = (one.values() if isinstance(one, dict) else one for one in containers)
+        containers = [inner for one in values for inner in one if isinstance(inner, dict | list)]
+    return bool(containers)

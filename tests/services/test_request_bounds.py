@@ -227,3 +227,12 @@ def test_an_error_is_not_a_longer_than_a_line_may_be_and_has_its_statuss_title()
     error = ServiceError("x" * MB, status=409)
     assert len(error.detail) < MAX_DETAIL + 100 and error.title == "Conflict"
     assert ServiceError("x").title == "Internal error" and ServiceError("x", status=599).title == "Internal error"
+
+
+@pytest.mark.parametrize("number", ["1", "1" * 30])
+def test_the_depth_of_a_value_with_an_integer_beyond_64_bits_is_known(number: str) -> None:
+    wide = f"[{'[1],' * 400}{number}]"
+    assert not json_limits.is_deep(wide.encode(), json.loads(wide))
+    for depth in (json_limits.MAX_DEPTH, json_limits.MAX_DEPTH + 1):
+        text = "[" * depth + number + "]" * depth
+        assert json_limits.is_deep(text.encode(), json.loads(text)) == (depth > json_limits.MAX_DEPTH)
