@@ -17,6 +17,7 @@ from stub_agents import serving as agents_serving
 from stub_policy import Stub, serving
 from trainer_service import GROUP, TASKS, arguments, free_port, metrics_of, new_policy, train, write_tasks
 from transformers import AutoModelForCausalLM
+from waiting import until
 
 from ngym.config.service_config import load_config
 from ngym.errors import ConfigError, UsageError
@@ -115,6 +116,33 @@ async def test_a_rollout_without_a_sampled_token_does_not_count_as_of_other_weig
         samples.trainable_rollouts(spool, 1.0, frozenset())
     with nullcontext() if is_cut else pytest.raises(UsageError, match="none of 2 rollouts has a model call; let"):
         samples.check_model_calls(read.rollouts)
+
+
+async def test_a_run_whose_rollouts_do_not_end_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a service does not answer, and is not known to be down."""
+    monkeypatch.setattr(rollout_stream, "SILENCE_S", 0.01)
+    tasks = tmp_path / "tasks.jsonl"
+    said: list[str] = []
+    tasks.write_text(json.dumps({"responses_create_params": {"input": "a slow one"}}) + "\n")
+    options = rollout_options.RolloutOptions(agent="agent", tasks=str(tasks), tasks_per_step=1, group_size=2)
+
+    async def answer(row: dict[str, Any]) -> dict[str, Any]:
+        await until(lambda: len(said) > 1)
+        return scored_row(row, 0.0, ng={**UNCALLED, "segments": []})
+
+    async with agents_serving(answer) as url:
+        peers = Peers({"agent": [url]}, owner="the test")
+        source, spool = task_sampler.TaskSource(options, seed=0), tmp_path / "rollouts.jsonl"
+        stream = rollout_stream.RolloutStream(peers, source, options, 1.0, 0, 1, spool, lambda group: True, said.append)
+        await stream.open(None)
+        stream.announce_version(0, 0)
+        stream.record_version(0, 0)
+        batch = await stream.take()
+        await stream.close()
+        await peers.close()
+    assert batch is not None and len(batch.rows) == 2
+    assert all(line.startswith("no rollout has ended for 0 s; ") for line in said)
+    assert said[-1].endswith("2 are in flight (agent), each for at most 600 s (rollouts.timeout_s)")
 
 
 def test_a_step_shows_what_it_saw(finished: tuple[Path, str, Stub]) -> None:

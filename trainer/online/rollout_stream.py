@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
@@ -48,6 +49,7 @@ from .task_sampler import DrawnTask, Task, TaskSource
 TRAINER_FIELD = "_ng_train"
 NEVER_PUSHED = -(1 << 30)  # stands for weights that were never pushed: older than any allowed lag
 MAX_STALE = 5  # limit of repeated collections of a whole group
+SILENCE_S = 120.0  # without the end of a rollout, until the stream says so; then twice as long
 
 
 class RowPosition(NamedTuple):
@@ -243,7 +245,7 @@ class RolloutStream:
         steps: number of batches in all; nothing is collected for later ones.
         file: of the rollouts.
         has_learning_signal: whether a group has a learning signal, for dynamic sampling.
-        say: called with the reason when the collection begins to wait for a service.
+        say: called with the reason when the collection begins to wait for a service, and when no rollout ends for long.
     """
 
     def __init__(
@@ -260,6 +262,7 @@ class RolloutStream:
     ) -> None:
         self._judging: set[asyncio.Task[None]] = set()
         self._has_learning_signal = has_learning_signal
+        self._say = say
         self._tasks = tasks
         self._options = options
         self._temperature = temperature
@@ -359,15 +362,26 @@ class RolloutStream:
             options, waiting = self._options, self._groups.values()
             if chosen := next_batch(waiting, options.tasks_per_step, self._step, options.max_lag):
                 return self._hand_over(chosen)
-            self._changed.clear()
-            change = asyncio.create_task(self._changed.wait())
-            try:
-                await asyncio.wait([change, self._collecting], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                change.cancel()
+            await self._next_outcome()
             if self._collecting.done():
                 self._collecting.result()
         return None
+
+    async def _next_outcome(self) -> None:
+        """Wait until a rollout or the collection has ended, or a replica waits. Says that none has ended for a long time."""
+        self._changed.clear()
+        change, began, patience_s = asyncio.create_task(self._changed.wait()), time.monotonic(), SILENCE_S
+        waiting = [change, self._collecting]
+        try:
+            while not (await asyncio.wait(waiting, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                running = sorted({group.task.environment for group in self._groups.values() if group.running})
+                self._say(
+                    f"no rollout has ended for {time.monotonic() - began:.0f} s; {self._run.in_flight:,} are in flight "
+                    f"({', '.join(running)}), each for at most {self._options.timeout_s:.0f} s (rollouts.timeout_s)"
+                )
+                patience_s *= 2
+        finally:
+            change.cancel()
 
     async def close(self) -> None:
         """Cancel what is in flight; returns when everything that was collected is on the disk."""
