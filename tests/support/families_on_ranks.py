@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_model import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,17 +25,7 @@ from ngym.trainer.engine import distributed, engine
 from ngym.trainer.model import attention, policy, routing_replay
 from ngym.trainer.recipe import recipe
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+SMALL = {**SHAPE, "vocab_size": 96, "initializer_range": 0.2}
 EXPERTS = 6
 BUDGET, STEPS = 60, 2
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3}
