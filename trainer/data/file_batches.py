@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from ngym.config.yaml_tree import COMMAND_LINE, ConfigTree
 from ngym.did_you_mean import near_file
 from ngym.errors import ConfigError, UsageError
 from ngym.files.atomic import file_digest
+from ngym.runtime.event_loop import await_exit
 
 from ..recipe.objective import find_path
 from ..recipe.recipe import DataOptions, Recipe
@@ -52,15 +54,28 @@ def make(data: DataOptions, say: Say) -> None:
     if find_path(data.path) is not None:
         return
     say(f"making {data.path}")
-    words = [sys.executable, *data.made_by, "--output", data.path]
-    done = subprocess.run(words, check=False, preexec_fn=_ignore_warnings)
-    if done.returncode != 0:
-        raise UsageError(f"data.made_by: {' '.join(data.made_by)} failed with exit code {done.returncode}")
+    with _without_warnings():
+        process = subprocess.Popen([sys.executable, *data.made_by, "--output", data.path])
+    with process:
+        try:
+            code = await_exit(process)
+        except BaseException:
+            process.kill()
+            raise
+    if code != 0:
+        raise UsageError(f"data.made_by: {' '.join(data.made_by)} failed with exit code {code}")
 
 
-def _ignore_warnings() -> None:
-    """A scheduler that warns of the time limit (SIGUSR1) may signal every process of the job; the trainer ends the run."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Processes that start meanwhile block a scheduler's warning of the time limit (SIGUSR1), which may go to every process
+    of the job: the trainer ends the run. Not by Popen's `preexec_fn`: this process has threads, and the fork may hang.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def digest(path: str) -> str:
