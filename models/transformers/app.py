@@ -41,8 +41,8 @@ from ngym.services.models.request_handler import Refusals
 from .options import Options
 
 if TYPE_CHECKING:
-    from .classifier import Classifier
     from .engine import Engine
+    from .loading import Classifier
 
 Json = dict[str, Any]
 
@@ -97,9 +97,8 @@ async def loaded(context: ServiceContext) -> AsyncIterator[ChatCodec | Scoring]:
     if not os.path.isabs(folder) and (problem := await asyncio.to_thread(hub_model_problem, folder)):
         raise ConfigError(f"service {context.name!r}: model: {problem}")
     await asyncio.to_thread(_import_engine)
-    from .classifier import Classifier
     from .engine import Engine
-    from .loading import is_classifier_checkpoint
+    from .loading import Classifier, is_classifier_checkpoint
 
     def load() -> Engine | Classifier:
         with lean_imports():

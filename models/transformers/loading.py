@@ -1,14 +1,16 @@
-"""The folder of a model: its kind, its tokenizer, its network and the files of its weights."""
+"""The folder of a model: its kind, its tokenizer, its network and the files of its weights; and a classifier from it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from ngym.files.model_checkpoint import check_loaded, is_classifier, suppress_load_report
@@ -115,3 +117,30 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else []
+
+
+class Classifier:
+    """A loaded model for sequence classification; a reward model has one label.
+
+    Raises:
+        OSError, ValueError: the model cannot be loaded.
+    """
+
+    def __init__(self, folder: str, options: Options) -> None:
+        self.tokenizer, self._model, self.context = load_model(AutoModelForSequenceClassification, folder, options)
+        self.labels: dict[int, str] = self._model.config.id2label
+        self._device = device_of(options)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
+
+    def close(self) -> None:
+        """End the thread after the current text."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def logits(self, ids: list[int]) -> list[float]:
+        """One for each label."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._logits, ids)
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int]) -> list[float]:
+        logits: list[float] = self._model(input_ids=torch.tensor([ids], device=self._device)).logits[0].tolist()
+        return logits
