@@ -247,7 +247,7 @@ def test_a_push_to_a_server_that_hangs_says_so_and_ends(monkeypatch: pytest.Monk
 def test_a_push_whose_services_have_ended_does_not_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run holds the listening socket of a server that is gone, so that its kernel still accepts requests."""
     monkeypatch.setattr(push, "SAY_AFTER_S", 0.01)
-    monkeypatch.setattr(push, "PAUSE_S", 10.0)  # more than the patience: the request is not sent again
+    monkeypatch.setattr(push, "PAUSE_S", 2 * PATIENCE_S)  # more than the patience: the request is not sent again
     with socket.create_server(("127.0.0.1", 0)) as listener:
         known = [f"http://127.0.0.1:{listener.getsockname()[1]}"]
         lookups = [known, known]  # for the pusher, and before the request
@@ -257,7 +257,7 @@ def test_a_push_whose_services_have_ended_does_not_wait_for_an_answer(monkeypatc
                 raise ZygoteGone("the process that starts the services ended")
             return lookups.pop()
 
-        pusher = push.Pusher(urls, "token", patience_s=5.0)
+        pusher = push.Pusher(urls, "token", patience_s=PATIENCE_S)
         with pytest.raises(ZygoteGone):
             pusher.versions()
         pusher.finish()
