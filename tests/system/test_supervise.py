@@ -811,6 +811,7 @@ async def test_a_model_grows_again_after_a_replica_that_could_not_start(
             await calls_until(lambda: project.statuses("policy-1").count("failed") > failures)
         assert "Too many open files" in [event.detail for event in project.events if event.status == "failed"][-1]
         await until(lambda: len(stack.states) == 1)
+        monkeypatch.setattr(scaling, "SHRINK_AFTER_S", PATIENCE_S)  # else the new one may leave before it is listed
         await calls_until(lambda: len(stack.urls["policy"]) == 2)
 
 
